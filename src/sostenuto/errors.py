@@ -1,0 +1,102 @@
+"""Every exception this project raises on purpose.
+
+* SostenutoError
+  - ConfigError            a value the user gave is wrong; names the field and the remedy
+  - RecordError            a record breaks an invariant; the record is refused
+  - InvalidTransition      a bug in the runtime; never caught
+  - Unsupported            this system lacks something that was asked for; names the remedy
+  - ProgramError           one program failed; recorded, never fatal to its siblings
+    . EngineError          the inference engine refused or broke           (infrastructure)
+    . SandboxError         provisioning, exec or file I/O in the sandbox   (infrastructure)
+    . ToolServerError      the tool server refused, broke or went away     (infrastructure)
+    . EnvironmentFailure   code the environment's author wrote raised      (environment)
+    . PolicyError          the policy's own output cannot be continued     (policy)
+  - ToolError              raised by a tool on purpose; the model sees its text
+
+Code below a boundary raises what it likes; `boundary` names the side it came from.
+A more specific ProgramError passes through unchanged.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from enum import StrEnum
+
+
+class Blame(StrEnum):
+    """Whose fault a failed program is."""
+
+    INFRASTRUCTURE = "infrastructure"
+    ENVIRONMENT = "environment"
+    POLICY = "policy"
+
+
+class SostenutoError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(SostenutoError, ValueError):
+    """A value the user gave is wrong."""
+
+
+class RecordError(SostenutoError, ValueError):
+    """A record breaks an invariant."""
+
+
+class InvalidTransition(SostenutoError):  # noqa: N818 - reads as the fact it states
+    """The runtime asked for a move the lifecycle table does not have."""
+
+
+class Unsupported(SostenutoError):  # noqa: N818 - reads as the fact it states
+    """This system lacks something that was asked for."""
+
+
+class ProgramError(SostenutoError):
+    """One program failed.  The run goes on without it."""
+
+    blame: Blame = Blame.INFRASTRUCTURE
+
+
+class EngineError(ProgramError):
+    """The inference engine refused or broke."""
+
+
+class SandboxError(ProgramError):
+    """Provisioning, exec or file I/O in the sandbox failed."""
+
+
+class ToolServerError(ProgramError):
+    """The tool server refused, broke or went away."""
+
+
+class EnvironmentFailure(ProgramError):  # noqa: N818 - EnvironmentError is a builtin
+    """Code that the environment's author wrote raised."""
+
+    blame = Blame.ENVIRONMENT
+
+
+class PolicyError(ProgramError):
+    """The policy's own output cannot be continued."""
+
+    blame = Blame.POLICY
+
+
+class ToolError(SostenutoError):
+    """Raised by a tool on purpose: its text becomes the observation."""
+
+
+@contextmanager
+def boundary(blame: type[ProgramError], doing: str) -> Generator[None]:
+    """Attribute whatever escapes the block to `blame`."""
+    try:
+        yield
+    except ProgramError:
+        raise
+    except Exception as exc:
+        raise blame(f"{doing}: {type(exc).__name__}: {exc}") from exc
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint for an error message: the known names, the closest one first."""
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known)) or 'none'}"
