@@ -1,0 +1,109 @@
+"""What a sandbox is to everyone above it.
+
+A sandbox belongs to one program.  It has a workspace, one persistent shell, no network, and
+ends with its owner: `stop` is idempotent and leaves no process, mount or file behind.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """Enforced with whatever the system offers; `sostenuto doctor` says with what."""
+
+    memory_bytes: int = 1 << 30
+    processes: int = 128
+    file_bytes: int = 256 << 20
+    """The largest file that can be written."""
+    open_files: int = 256
+    cpu_s: int = 600
+    """CPU time of one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """What a backend needs to start one sandbox."""
+
+    template: str | None = None
+    """Folder whose content the workspace starts with; None: an empty workspace."""
+    files: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """Written into the workspace before the shell starts; relative paths."""
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    limits: SandboxLimits = SandboxLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class ShellResult:
+    """What one shell command came to."""
+
+    exit_code: int | None
+    """None when the command was ended at its deadline."""
+    output: str
+    """stdout and stderr as they came, UTF-8 with replacement, cut in the middle to the cap."""
+    cut_bytes: int = 0
+    elapsed_s: float = 0.0
+
+    @property
+    def timed_out(self) -> bool:
+        return self.exit_code is None
+
+
+class Sandbox(Protocol):
+    """One running sandbox.  Every method raises SandboxError when the sandbox is gone."""
+
+    async def shell(
+        self, command: str, *, timeout_s: float, output_bytes: int = 65536
+    ) -> ShellResult:
+        """Run `command` in the persistent shell; directory and variables stay for the next one.
+
+        At the deadline the whole process group of the command is ended and, if it took the shell with it, a
+        new shell starts in the workspace.  Output beyond `output_bytes` is cut from the middle.
+        """
+        ...
+
+    async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        """Content of a workspace file.  Paths and links that leave the workspace are refused."""
+        ...
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Create or replace a workspace file, folders included."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop every process of the sandbox where it stands."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def stop(self) -> None:
+        """End everything and remove the workspace.  Safe to call twice and under cancellation."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What running a backend once has shown."""
+
+    backend: str
+    works: bool
+    isolation: str
+    """One phrase for people, such as "namespaces, seccomp, Landlock, rlimits"."""
+    remedy: str = ""
+    """What to do when it does not work."""
+    details: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class Backend(Protocol):
+    """Starts sandboxes of one kind."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def probe(self) -> Probe:
+        """Run a trial sandbox, with a deadline; never raises for a system that cannot."""
+        ...
+
+    async def start(self, name: str, blueprint: Blueprint) -> Sandbox:
+        """Start a sandbox; a start that fails or is cancelled leaves nothing behind."""
+        ...

@@ -1,0 +1,136 @@
+"""What crosses between the runtime and the tool server, as JSON over HTTP.
+
+    POST   /v1/programs/{program_id}/prepare   PrepareRequest  -> Prepared
+    POST   /v1/programs/{program_id}/call      CallRequest     -> ToolResult
+    POST   /v1/programs/{program_id}/reward    RewardRequest   -> Reward
+    POST   /v1/programs/{program_id}/release                   -> {}     idempotent
+    POST   /v1/programs/{program_id}/pause|resume              -> {}     the sandbox's processes
+    POST   /v1/programs/{program_id}/shell     ShellRequest    -> ShellReply
+    GET    /v1/programs/{program_id}/files/{path}              -> bytes
+    PUT    /v1/programs/{program_id}/files/{path}   bytes      -> {}
+    POST   /v1/owners/{owner}/heartbeat        Heartbeat       -> {}     renews every lease of the owner
+    GET    /v1/state                                           -> State
+    GET    /health                                             -> {}     the one route without a token
+
+Every request carries `Authorization: Bearer TOKEN`.  A refusal is a Refusal with a 4xx or 5xx status.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from sostenuto.errors import Blame
+from sostenuto.types import Episode, Message
+
+
+class Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EnvironmentRef(Wire):
+    """An environment class, by import path or by value."""
+
+    name: str
+    import_path: str | None = None
+    """`package.module:Class`."""
+    pickled: str | None = None
+    """Base64 of a cloudpickle of the class, for classes of a script or a notebook."""
+    options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Passed to the class as keyword arguments."""
+
+
+class ToolSchema(Wire):
+    """One tool as the model is told of it."""
+
+    name: str
+    description: str
+    parameters: dict[str, JsonValue]
+    """JSON Schema of the arguments object."""
+    timeout_s: float
+    serial: bool = False
+
+    def as_function(self) -> dict[str, JsonValue]:
+        """In the form that chat templates take."""
+        function: dict[str, JsonValue] = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+        return {"type": "function", "function": function}
+
+
+class PrepareRequest(Wire):
+    owner: str
+    """Whose lease keeps this program alive."""
+    environment: EnvironmentRef
+    task: dict[str, JsonValue]
+    seed: int = 0
+    timeout_s: float = Field(default=60.0, gt=0)
+
+
+class Prepared(Wire):
+    messages: tuple[Message, ...]
+    """The conversation so far: a system message if the environment has one, and the first user message."""
+    tools: tuple[ToolSchema, ...]
+    elapsed_s: float
+
+
+class CallRequest(Wire):
+    call_id: str
+    """A repeated id joins the running call or returns the recorded result; it never runs twice."""
+    name: str
+    arguments: str
+    """JSON text as the policy wrote it."""
+
+
+class RewardRequest(Wire):
+    call_id: str
+    episode: Episode
+    timeout_s: float = Field(default=60.0, gt=0)
+
+
+class Reward(Wire):
+    value: float
+    metrics: dict[str, float] = Field(default_factory=dict[str, float])
+    elapsed_s: float
+
+
+class ShellRequest(Wire):
+    command: str
+    timeout_s: float = Field(default=30.0, gt=0)
+    output_bytes: int = Field(default=65536, gt=0)
+
+
+class ShellReply(Wire):
+    exit_code: int | None
+    output: str
+    cut_bytes: int
+    elapsed_s: float
+
+
+class Heartbeat(Wire):
+    lease_s: float = Field(gt=0)
+
+
+class ProgramState(Wire):
+    program_id: str
+    owner: str
+    age_s: float
+    phase: Literal["preparing", "ready", "calling", "scoring", "releasing"]
+    sandbox: str | None
+    """Backend that runs it; None for an environment without one."""
+
+
+class State(Wire):
+    programs: tuple[ProgramState, ...]
+    hosts: int
+    owners: dict[str, float]
+    """Seconds left on each owner's lease."""
+    counters: dict[str, int]
+
+
+class Refusal(Wire):
+    error: str
+    """Type of the error, as in sostenuto.errors."""
+    message: str
+    blame: Blame | None = None
