@@ -52,9 +52,7 @@ class ShellResult:
 class Sandbox(Protocol):
     """One running sandbox.  Every method raises SandboxError when the sandbox is gone."""
 
-    async def shell(
-        self, command: str, *, timeout_s: float, output_bytes: int = 65536
-    ) -> ShellResult:
+    async def shell(self, command: str, *, timeout_s: float, output_bytes: int = 65536) -> ShellResult:
         """Run `command` in the persistent shell; directory and variables stay for the next one.
 
         At the deadline the whole process group of the command is ended and, if it took the shell with it, a

@@ -2,11 +2,11 @@
 
     GET  /capabilities            -> Capabilities
     GET  /load                    -> Load
-    POST /generate                GenerateRequest -> GenerateReply     one reply at the end of the turn
-    POST /abort                   {"request_id"}  -> {}                exact id; generate then answers with what it has
+    POST /generate                GenerateRequest -> GenerateReply     one reply at turn end
+    POST /abort                   {"request_id"}  -> {}                exact id; generate then answers
     POST /release                 {"program_id"}  -> {}                idempotent; gives up the held KV
     POST /score                   ScoreRequest    -> ScoreReply
-    POST /update/prepare          a trainer.publication.Manifest -> {} copies and verifies beside the old weights
+    POST /update/prepare          Manifest -> {}   copies and verifies beside the old weights
     POST /update/commit           CommitRequest   -> CommitReply       swaps between two steps
     POST /update/abandon          {"version"}     -> {}                forgets what was prepared
     POST /flush                   -> {}                                drops every KV that no request runs on

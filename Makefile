@@ -1,0 +1,33 @@
+# Everything here works on a fresh Linux machine with Python 3.11 or later, without root.
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.14 python3,$(shell command -v $(p) 2>/dev/null)))
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: quickstart test check bench clean
+
+quickstart: $(STAMP)
+	$(BIN)/sostenuto quickstart
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/foundation.py
+
+$(STAMP): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or later is needed; name it with: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || \
+	  { echo "the venv module is missing; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[train,parquet,docker,dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) runs build
