@@ -1,0 +1,50 @@
+"""What the dispatcher needs of an engine.  Every call raises EngineError at its deadline."""
+
+from typing import Protocol
+
+from sostenuto.runtime.engines.wire import (
+    Capabilities,
+    CommitReply,
+    CommitRequest,
+    GenerateReply,
+    GenerateRequest,
+    Load,
+    ScoreReply,
+    ScoreRequest,
+)
+from sostenuto.trainer.publication.manifest import Manifest
+from sostenuto.types import ProgramId
+
+
+class Engine(Protocol):
+    """One inference engine replica, spoken to in token ids."""
+
+    async def capabilities(self) -> Capabilities: ...
+
+    async def load(self) -> Load: ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        """Sample one turn.  A cancelled call aborts the request in the engine."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End one request early; its `generate` answers with the tokens it has."""
+        ...
+
+    async def release(self, program_id: ProgramId) -> None:
+        """Give up the KV of a program.  Idempotent."""
+        ...
+
+    async def score(self, request: ScoreRequest) -> ScoreReply: ...
+
+    async def prepare_update(self, manifest: Manifest) -> None:
+        """Copy and verify the new weights beside the old; decoding goes on."""
+        ...
+
+    async def commit_update(self, request: CommitRequest) -> CommitReply:
+        """Swap to the prepared version between two steps."""
+        ...
+
+    async def abandon_update(self, version: str) -> None: ...
+
+    async def flush(self) -> None: ...
