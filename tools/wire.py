@@ -48,6 +48,8 @@ class ToolSchema(Wire):
     """JSON Schema of the arguments object."""
     timeout_s: float
     serial: bool = False
+    output_bytes: int | None = Field(default=None, gt=0)
+    """Cap of its observations; None: the tool server's."""
 
     def as_function(self) -> dict[str, JsonValue]:
         """In the form that chat templates take."""
@@ -60,7 +62,7 @@ class ToolSchema(Wire):
 
 
 class PrepareRequest(Wire):
-    owner: str
+    owner: str = Field(min_length=1, max_length=200)
     """Whose lease keeps this program alive."""
     environment: EnvironmentRef
     task: dict[str, JsonValue]
@@ -76,15 +78,17 @@ class Prepared(Wire):
 
 
 class CallRequest(Wire):
-    call_id: str
+    call_id: str = Field(min_length=1, max_length=200)
     """A repeated id joins the running call or returns the recorded result; it never runs twice."""
     name: str
     arguments: str
     """JSON text as the policy wrote it."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """When the server ends the call, whatever the tool's own deadline is; its result is then a TIMEOUT."""
 
 
 class RewardRequest(Wire):
-    call_id: str
+    call_id: str = Field(min_length=1, max_length=200)
     episode: Episode
     timeout_s: float = Field(default=60.0, gt=0)
 
