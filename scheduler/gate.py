@@ -1,0 +1,143 @@
+"""The version gate: which engine may start requests, and how a new version gets to all of them.
+
+    engine state   waits for
+    SERVING        -
+    STAGING        the copy beside the old weights, checked
+    STAGED         the other engines
+    COMMITTING     the swap
+    QUARANTINED    a full verified update
+
+A version opens when every engine that takes part serves it.  One that fails is quarantined and the
+others go on; it serves nothing, also while it takes in the next version, until that one is verified.
+Versions never go back.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sostenuto.errors import InvalidTransition
+from sostenuto.scheduler.actions import (
+    Action,
+    CommitUpdate,
+    Opened,
+    PublicationFailed,
+    Quarantine,
+    StageUpdate,
+)
+from sostenuto.types import EngineId, Version
+
+
+class EngineState(StrEnum):
+    SERVING = "serving"
+    STAGING = "staging"
+    STAGED = "staged"
+    COMMITTING = "committing"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(slots=True)
+class _Member:
+    verified: Version | None
+    """What it serves; None while nothing on it is verified."""
+    state: EngineState = EngineState.SERVING
+
+
+class Gate:
+    """Versions of the fleet.  Written by the scheduler alone, one event at a time."""
+
+    def __init__(self) -> None:
+        self._members: dict[EngineId, _Member] = {}
+        self._pending: Version | None = None
+        self._deployed: Version | None = None
+
+    @property
+    def deployed(self) -> Version | None:
+        """The newest version that has opened; None before the first engine joined."""
+        return self._deployed
+
+    @property
+    def publishing(self) -> Version | None:
+        return self._pending
+
+    def version(self, engine_id: EngineId) -> Version | None:
+        """What the engine serves; None while it is quarantined."""
+        return self._members[engine_id].verified
+
+    def may_start(self, engine_id: EngineId) -> bool:
+        """Whether a request may start there: its version is verified."""
+        member = self._members.get(engine_id)
+        return member is not None and member.verified is not None
+
+    def states(self) -> dict[EngineId, EngineState]:
+        return {engine_id: member.state for engine_id, member in self._members.items()}
+
+    def join(self, engine_id: EngineId, version: Version) -> None:
+        """An engine serves `version`, verified.  The fleet's first engine sets what is deployed."""
+        if self._deployed is not None and version < self._deployed:
+            raise InvalidTransition(f"{engine_id} joins with {version}, deployed is {self._deployed}")
+        self._members[engine_id] = _Member(version)
+        if self._deployed is None:
+            self._deployed = version
+
+    def leave(self, engine_id: EngineId) -> list[Action]:
+        self._members.pop(engine_id, None)
+        return self._progress()
+
+    def begin(self, version: Version) -> list[Action]:
+        """Start to publish `version` to every engine that takes part, quarantined ones included."""
+        if self._pending is not None:
+            raise InvalidTransition(f"{version} begins while {self._pending} is published")
+        if self._deployed is not None and version <= self._deployed:
+            raise InvalidTransition(f"{version} is not newer than {self._deployed}")
+        self._pending = version
+        for member in self._members.values():
+            member.state = EngineState.STAGING
+        actions: list[Action] = [StageUpdate(engine_id, version) for engine_id in self._members]
+        return actions + self._progress()
+
+    def staged(self, engine_id: EngineId, version: Version) -> list[Action]:
+        if not self._expects(engine_id, version, EngineState.STAGING):
+            return []
+        self._members[engine_id].state = EngineState.STAGED
+        return self._progress()
+
+    def committed(self, engine_id: EngineId, version: Version) -> list[Action]:
+        if not self._expects(engine_id, version, EngineState.COMMITTING):
+            return []
+        self._members[engine_id] = _Member(version)
+        return self._progress()
+
+    def failed(self, engine_id: EngineId, version: Version, reason: str) -> list[Action]:
+        """The engine could not stage or swap: it serves nothing until a full verified update."""
+        member = self._members.get(engine_id)
+        if member is None or version != self._pending:
+            return []
+        member.verified, member.state = None, EngineState.QUARANTINED
+        return [Quarantine(engine_id, reason), *self._progress()]
+
+    def _expects(self, engine_id: EngineId, version: Version, state: EngineState) -> bool:
+        # A late or repeated report of an earlier publication changes nothing.
+        member = self._members.get(engine_id)
+        return member is not None and version == self._pending and member.state is state
+
+    def _progress(self) -> list[Action]:
+        if self._pending is None:
+            return []
+        states = {m.state for m in self._members.values() if m.state is not EngineState.QUARANTINED}
+        if not states:
+            failed, self._pending = self._pending, None
+            return [PublicationFailed(failed)]
+        if states == {EngineState.STAGED}:
+            return self._commit(self._pending)
+        if states == {EngineState.SERVING}:
+            self._deployed, self._pending = self._pending, None
+            return [Opened(self._deployed)]
+        return []
+
+    def _commit(self, version: Version) -> list[Action]:
+        actions: list[Action] = []
+        for engine_id, member in self._members.items():
+            if member.state is EngineState.STAGED:
+                member.state = EngineState.COMMITTING
+                actions.append(CommitUpdate(engine_id, version))
+        return actions

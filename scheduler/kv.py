@@ -1,0 +1,119 @@
+"""Who holds how much of one engine's KV.  Reserved plus free is always the capacity.
+
+A program's context is cut into segments.  A segment that others may have in common has a key and is
+counted once for all its holders; the rest is private.  An engine that keeps a copy of a common prefix
+for each holder is given no keys.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sostenuto.types import ProgramId
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of context that every program with the same `key` has in common."""
+
+    key: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one program's KV consists of."""
+
+    private_tokens: int
+    shared: tuple[Segment, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.private_tokens + sum(segment.tokens for segment in self.shared)
+
+
+@dataclass(frozen=True, slots=True)
+class KvStatistics:
+    capacity_tokens: int
+    reserved_tokens: int
+    holders: int
+    shared_segments: int
+
+
+class KvLedger:
+    """KV reservations on one engine.  Not a belief: what is not reserved here is not used."""
+
+    def __init__(self, capacity_tokens: int, *, block_tokens: int = 1) -> None:
+        self._capacity = capacity_tokens
+        self._block = block_tokens
+        self._holders: dict[ProgramId, Footprint] = {}
+        self._references: dict[str, int] = {}
+        self._reserved = 0
+
+    def __repr__(self) -> str:
+        held = " ".join(f"{id_}={f.tokens}" for id_, f in sorted(self._holders.items()))
+        return f"<KvLedger free={self.free_tokens} {held}>"
+
+    def __contains__(self, program_id: ProgramId) -> bool:
+        return program_id in self._holders
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self._capacity
+
+    @property
+    def free_tokens(self) -> int:
+        return self._capacity - self._reserved
+
+    def missing_tokens(self, program_id: ProgramId, wanted: Footprint) -> int:
+        """How many more free tokens `wanted` needs than there are; 0 when it fits."""
+        return max(0, self._growth(program_id, wanted) - self.free_tokens)
+
+    def could_ever_hold(self, wanted: Footprint) -> bool:
+        """Whether an empty engine has room for it."""
+        return self._rounded(wanted.private_tokens) + self._all(wanted.shared) <= self._capacity
+
+    def reserve(self, program_id: ProgramId, wanted: Footprint) -> bool:
+        """Make `program_id` hold exactly `wanted` and say True, or change nothing and say False."""
+        if self.missing_tokens(program_id, wanted):
+            return False
+        self.release(program_id)
+        for segment in wanted.shared:
+            if self._references.get(segment.key, 0) == 0:
+                self._reserved += self._rounded(segment.tokens)
+            self._references[segment.key] = self._references.get(segment.key, 0) + 1
+        self._reserved += self._rounded(wanted.private_tokens)
+        self._holders[program_id] = wanted
+        return True
+
+    def release(self, program_id: ProgramId) -> int:
+        """Give up what `program_id` holds and return how many tokens that freed.  Safe to call twice."""
+        held = self._holders.pop(program_id, None)
+        if held is None:
+            return 0
+        before = self._reserved
+        self._reserved -= self._rounded(held.private_tokens)
+        for segment in held.shared:
+            self._references[segment.key] -= 1
+            if self._references[segment.key] == 0:
+                del self._references[segment.key]
+                self._reserved -= self._rounded(segment.tokens)
+        return before - self._reserved
+
+    def statistics(self) -> KvStatistics:
+        return KvStatistics(self._capacity, self._reserved, len(self._holders), len(self._references))
+
+    def _growth(self, program_id: ProgramId, wanted: Footprint) -> int:
+        held = self._holders.get(program_id)
+        kept = {s.key for s in wanted.shared}
+        new = (s for s in wanted.shared if self._references.get(s.key, 0) == 0)
+        growth = self._rounded(wanted.private_tokens) + self._all(new)
+        if held:
+            given_up = (s for s in held.shared if s.key not in kept and self._references[s.key] == 1)
+            growth -= self._rounded(held.private_tokens) + self._all(given_up)
+        return growth
+
+    def _all(self, segments: Iterable[Segment]) -> int:
+        return sum(self._rounded(segment.tokens) for segment in segments)
+
+    def _rounded(self, tokens: int) -> int:
+        return -(-tokens // self._block) * self._block
