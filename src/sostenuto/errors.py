@@ -12,6 +12,7 @@
     . EnvironmentFailure   code the environment's author wrote raised      (environment)
     . PolicyError          the policy's own output cannot be continued     (policy)
   - ToolError              raised by a tool on purpose; the model sees its text
+  - TrainerError           the trainer process broke, or cannot write what it has to
 
 Code below a boundary raises what it likes; `boundary` names the side it came from.
 A more specific ProgramError passes through unchanged.
@@ -83,6 +84,10 @@ class PolicyError(ProgramError):
 
 class ToolError(SostenutoError):
     """Raised by a tool on purpose: its text becomes the observation."""
+
+
+class TrainerError(SostenutoError):
+    """The trainer process broke, or cannot write what it has to."""
 
 
 @contextmanager
