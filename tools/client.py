@@ -1,0 +1,250 @@
+"""The runtime's side of the tool server.
+
+- Every request has a deadline, and ends in an answer or in an exception of sostenuto.errors.
+- A request that may be repeated without harm is repeated, for a bounded time, when its connection is lost.
+- Cancelling a `prepare` releases the program; cancelling a `call` leaves it running under its id.
+"""
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Self, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import anyio
+from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
+from yarl import URL
+
+from sostenuto.errors import SostenutoError, ToolServerError
+from sostenuto.tools.refused import raised
+from sostenuto.tools.wire import (
+    CallRequest,
+    EnvironmentRef,
+    Heartbeat,
+    Prepared,
+    PrepareRequest,
+    Refusal,
+    Reward,
+    RewardRequest,
+    ShellReply,
+    ShellRequest,
+    State,
+)
+from sostenuto.types import CallId, Episode, ProgramId, ToolCall, ToolResult
+
+_TOOL_RESULT = TypeAdapter(ToolResult)
+M = TypeVar("M", bound=BaseModel)
+
+REPEAT_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    method: str
+    path: str
+    body: bytes = b""
+    timeout_s: float = 30.0
+    repeat_s: float = 0.0
+    """How long to go on after the connection was lost for the first time; 0: not at all."""
+
+
+class ToolServerClient:
+    """An async context manager; any number of requests may run at the same time."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        owner: str,
+        *,
+        lease_s: float = 30.0,
+        repeat_s: float = 10.0,
+        slack_s: float = 30.0,
+    ) -> None:
+        """`slack_s` is how much longer than its own deadline the server may take to answer."""
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._owner = owner
+        self._lease_s = lease_s
+        self._repeat_s = repeat_s
+        self._slack_s = slack_s
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        # Deadlines are ours, and a turn of every program may be waiting here at once.
+        self._session = await self._stack.enter_async_context(
+            aiohttp.ClientSession(
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None),
+                auto_decompress=False,
+            )
+        )
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+    async def prepare(
+        self,
+        program_id: ProgramId,
+        environment: EnvironmentRef,
+        task: dict[str, JsonValue],
+        *,
+        seed: int = 0,
+        timeout_s: float = 60.0,
+    ) -> Prepared:
+        """Prepare the program's environment; when this raises, nothing of it is left."""
+        body = PrepareRequest(
+            owner=self._owner, environment=environment, task=task, seed=seed, timeout_s=timeout_s
+        )
+        return await self._ask_model(program_id, "prepare", body, Prepared, timeout_s=timeout_s, repeat_s=0)
+
+    async def call(
+        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float = 300.0
+    ) -> ToolResult:
+        """Run a tool at most once under this id, whatever happens to the connection."""
+        body = CallRequest(call_id=call_id, name=call.name, arguments=call.arguments, timeout_s=timeout_s)
+        ask = self._post(program_id, "call", body, timeout_s=timeout_s, repeat_s=self._repeat_s)
+        answer = await self._send(ask)
+        try:
+            return _TOOL_RESULT.validate_json(answer)
+        except ValidationError as error:
+            raise _strange(ask, error) from error
+
+    async def reward(
+        self, program_id: ProgramId, call_id: CallId, episode: Episode, *, timeout_s: float = 60.0
+    ) -> Reward:
+        """Score the episode at most once under this id."""
+        body = RewardRequest(call_id=call_id, episode=episode, timeout_s=timeout_s)
+        return await self._ask_model(
+            program_id, "reward", body, Reward, timeout_s=timeout_s, repeat_s=self._repeat_s
+        )
+
+    async def release(self, program_id: ProgramId) -> None:
+        """Return when the program holds nothing any more on the server."""
+        await self._send(self._post(program_id, "release", repeat_s=self._repeat_s))
+
+    async def pause(self, program_id: ProgramId) -> None:
+        """Stop the processes of the program's sandbox where they stand."""
+        await self._send(self._post(program_id, "pause", repeat_s=self._repeat_s))
+
+    async def resume(self, program_id: ProgramId) -> None:
+        """Let them go on."""
+        await self._send(self._post(program_id, "resume", repeat_s=self._repeat_s))
+
+    async def shell(
+        self, program_id: ProgramId, command: str, *, timeout_s: float = 30.0, output_bytes: int = 65536
+    ) -> ShellReply:
+        """Run a command in the program's sandbox; it ends when this is cancelled."""
+        body = ShellRequest(command=command, timeout_s=timeout_s, output_bytes=output_bytes)
+        return await self._ask_model(program_id, "shell", body, ShellReply, timeout_s=timeout_s, repeat_s=0)
+
+    async def read(self, program_id: ProgramId, path: str) -> bytes:
+        """Content of a workspace file."""
+        target = _path(program_id, f"files/{quote(path)}")
+        return await self._send(_Ask("GET", target, repeat_s=self._repeat_s))
+
+    async def write(self, program_id: ProgramId, path: str, data: bytes) -> None:
+        """Create or replace a workspace file."""
+        target = _path(program_id, f"files/{quote(path)}")
+        await self._send(_Ask("PUT", target, data, repeat_s=self._repeat_s))
+
+    async def state(self) -> State:
+        """What the server holds now."""
+        ask = _Ask("GET", "/v1/state", repeat_s=self._repeat_s)
+        return _parsed(ask, await self._send(ask), State)
+
+    async def heartbeats(self) -> None:
+        """Keep the owner's lease, until cancelled; ToolServerError when it could not be renewed in its time.
+
+        To be run in a task of the caller's group.
+        """
+        path = f"/v1/owners/{quote(self._owner, safe='')}/heartbeat"
+        body = Heartbeat(lease_s=self._lease_s).model_dump_json().encode()
+        ask = _Ask("POST", path, body, timeout_s=self._lease_s, repeat_s=self._lease_s)
+        while True:
+            await self._send(ask)
+            await anyio.sleep(self._lease_s / 3)
+
+    async def _ask_model(
+        self,
+        program_id: ProgramId,
+        action: str,
+        body: BaseModel,
+        model: type[M],
+        *,
+        timeout_s: float,
+        repeat_s: float,
+    ) -> M:
+        ask = self._post(program_id, action, body, timeout_s=timeout_s, repeat_s=repeat_s)
+        return _parsed(ask, await self._send(ask), model)
+
+    def _post(
+        self,
+        program_id: ProgramId,
+        action: str,
+        body: BaseModel | None = None,
+        *,
+        timeout_s: float = 0.0,
+        repeat_s: float,
+    ) -> _Ask:
+        data = b"" if body is None else body.model_dump_json().encode()
+        return _Ask("POST", _path(program_id, action), data, timeout_s + self._slack_s, repeat_s)
+
+    async def _send(self, ask: _Ask) -> bytes:
+        """The body of the answer, or the error that the answer is or that kept it away."""
+        try:
+            with anyio.fail_after(ask.timeout_s):
+                return await self._send_again(ask)
+        except TimeoutError:
+            raise ToolServerError(
+                f"{ask.method} {ask.path}: no answer from {self._url} within {ask.timeout_s:g} s"
+            ) from None
+
+    async def _send_again(self, ask: _Ask) -> bytes:
+        give_up_s: float | None = None
+        while True:
+            try:
+                return await self._send_once(ask)
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                lost = error
+            now_s = anyio.current_time()
+            give_up_s = now_s + ask.repeat_s if give_up_s is None else give_up_s
+            if now_s + REPEAT_PAUSE_S > give_up_s:
+                raise ToolServerError(
+                    f"{ask.method} {ask.path}: connection to {self._url} lost: {lost}"
+                ) from lost
+            await anyio.sleep(REPEAT_PAUSE_S)
+
+    async def _send_once(self, ask: _Ask) -> bytes:
+        url = URL(self._url + ask.path, encoded=True)
+        async with self._session.request(ask.method, url, data=ask.body) as response:
+            answer = await response.read()
+            if response.status >= 400:
+                raise _refused(ask, response.status, answer)
+            return answer
+
+
+def _path(program_id: ProgramId, rest: str) -> str:
+    return f"/v1/programs/{quote(program_id, safe='')}/{rest}"
+
+
+def _parsed(ask: _Ask, answer: bytes, model: type[M]) -> M:
+    try:
+        return model.model_validate_json(answer)
+    except ValidationError as error:
+        raise _strange(ask, error) from error
+
+
+def _strange(ask: _Ask, error: ValidationError) -> ToolServerError:
+    return ToolServerError(f"{ask.method} {ask.path}: the answer is not what was agreed: {error}")
+
+
+def _refused(ask: _Ask, status: int, answer: bytes) -> SostenutoError:
+    try:
+        return raised(Refusal.model_validate_json(answer))
+    except ValidationError:
+        return ToolServerError(
+            f"{ask.method} {ask.path}: status {status}: {answer[:200].decode(errors='replace')}"
+        )

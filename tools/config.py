@@ -1,0 +1,44 @@
+"""What the tool server is told when it starts."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ServerConfig(BaseModel):
+    """Frozen; the values of secrets are not in it, only their names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    """0: a free one."""
+
+    token: str = Field(min_length=16, repr=False)
+    """Bearer token that every request carries."""
+
+    sandbox_root: str | None = None
+    """Folder for workspaces, for whoever makes the backend; None: the backend's own choice."""
+
+    lease_s: float = Field(default=30.0, gt=0)
+    """How long a program lives without a heartbeat of its owner, unless the heartbeat says otherwise."""
+
+    longest_lease_s: float = Field(default=3600.0, gt=0)
+    starts_at_once: int = Field(default=4, gt=0)
+    """Sandboxes that may be starting at the same time."""
+
+    release_s: float = Field(default=10.0, gt=0)
+    """Given to each of the two steps of a release: closing the environment, stopping the sandbox."""
+
+    output_bytes: int = Field(default=16384, ge=64)
+    """Cap of an observation whose tool has none of its own."""
+
+    results_bytes: int = Field(default=1 << 20, gt=0)
+    """Text of recorded results kept for one program."""
+
+    body_bytes: int = Field(default=64 << 20, gt=0)
+    """The largest request: a task, a pickled environment or a file."""
+
+    secret_names: tuple[str, ...] = ()
+    """Environment variables of the server's process whose values never leave it."""
+
+    parent_pid: int | None = None
+    """The server ends when this process is no longer its parent."""

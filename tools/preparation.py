@@ -1,0 +1,77 @@
+"""How a program comes to hold a sandbox and a prepared environment."""
+
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from itertools import count
+
+import anyio
+
+from sostenuto.errors import (
+    EnvironmentFailure,
+    ProgramError,
+    SandboxError,
+    SostenutoError,
+    ToolServerError,
+    boundary,
+)
+from sostenuto.sandbox.protocol import Backend, Blueprint
+from sostenuto.tools.facts import FactsCache
+from sostenuto.tools.host import EnvironmentFacts, Hosts
+from sostenuto.tools.program import Program, outcome_of
+from sostenuto.tools.wire import EnvironmentRef, Prepared, PrepareRequest
+
+GRACE_S = 5.0
+"""A host keeps deadlines itself and ends its worker there; this much later it is waited for no longer."""
+
+
+class Preparation:
+    """Prepares programs; what one comes to hold is put down in it at once, to be given back."""
+
+    def __init__(self, backend: Backend, hosts: Hosts, starts_at_once: int) -> None:
+        self._backend = backend
+        self._hosts = hosts
+        self._facts = FactsCache(hosts)
+        self._starts = anyio.CapacityLimiter(starts_at_once)
+        self._serial = count(1)
+
+    async def run(self, program: Program, request: PrepareRequest) -> Prepared:
+        """Prepare within the deadline of the request, or raise what was in the way."""
+        deadline_s = anyio.current_time() + request.timeout_s
+        facts = await self._read(request.environment, deadline_s)
+        if facts.blueprint is not None:
+            await self._start_sandbox(program, facts.blueprint, deadline_s)
+        left_s = _left_s(deadline_s)
+        with within(left_s + GRACE_S, late=EnvironmentFailure, doing=f"preparing {request.environment.name}"):
+            program.host = await self._hosts.choose(request.environment)
+            rest = request.model_copy(update={"timeout_s": left_s})
+            return await program.host.prepare(program.id, rest, program.sandbox)
+
+    async def _read(self, environment: EnvironmentRef, deadline_s: float) -> EnvironmentFacts:
+        # A ConfigError is an answer here: it keeps its type.
+        with within(_left_s(deadline_s), late=ToolServerError, doing=f"loading {environment.name}"):
+            facts = await outcome_of(lambda: self._facts.of(environment))
+        if isinstance(facts, SostenutoError):
+            raise facts
+        return facts
+
+    async def _start_sandbox(self, program: Program, blueprint: Blueprint, deadline_s: float) -> None:
+        name = f"{re.sub(r'[^A-Za-z0-9_-]', '-', program.id)[:40]}-{next(self._serial)}"
+        doing = f"starting a {self._backend.name} sandbox"
+        with within(_left_s(deadline_s), late=SandboxError, doing=doing), boundary(SandboxError, doing):
+            async with self._starts:
+                program.sandbox = await self._backend.start(name, blueprint)
+
+
+@contextmanager
+def within(timeout_s: float, *, late: type[ProgramError], doing: str) -> Generator[None]:
+    """A missed deadline is `late`; what else escapes and blames nobody is the tool server's fault."""
+    try:
+        with anyio.fail_after(timeout_s), boundary(ToolServerError, doing):
+            yield
+    except TimeoutError:
+        raise late(f"{doing}: not done within {timeout_s:.3g} s") from None
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(0.001, deadline_s - anyio.current_time())

@@ -1,0 +1,84 @@
+"""What each call of one program came to, by call id.
+
+- A call id is opened once; afterwards it is found, running or done, until the program is released.
+- The text that is kept is bounded: the oldest results are forgotten, their ids are not.  An id
+  whose result is forgotten is refused, because running it again would break the promise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar, cast
+
+import anyio
+
+from sostenuto.errors import SostenutoError
+from sostenuto.tools.refused import Refused
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Pending(Generic[T]):
+    """The outcome of one piece of work, for any number of waiters; settled once."""
+
+    _done: anyio.Event = field(default_factory=anyio.Event)
+    _outcome: T | SostenutoError | None = None
+
+    def settle(self, outcome: T | SostenutoError) -> None:
+        """Give the outcome to everyone who waits or will wait; a second one is ignored."""
+        if not self._done.is_set():
+            self._outcome = outcome
+            self._done.set()
+
+    async def wait(self) -> T:
+        """The value, or raise the error that took its place."""
+        await self._done.wait()
+        outcome = self._outcome
+        if isinstance(outcome, SostenutoError):
+            # Each waiter raises the same object: it must not gather their tracebacks.
+            raise outcome.with_traceback(None)
+        return cast("T", outcome)
+
+
+@dataclass(slots=True)
+class ResultLog(Generic[T]):
+    """Results of one program, oldest first.  Written by the program table alone."""
+
+    max_bytes: int
+    size_bytes: Callable[[T | SostenutoError], int]
+    _entries: dict[str, Pending[T] | None] = field(default_factory=dict[str, "Pending[T] | None"])
+    _kept_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    """Of the results that are done and not forgotten, in the order they came."""
+
+    def find(self, call_id: str) -> Pending[T] | None:
+        """What runs or ran under this id; None for a new id, Refused for a forgotten result."""
+        entry = self._entries.get(call_id)
+        if entry is None and call_id in self._entries:
+            raise Refused(
+                f"call {call_id!r} ran, and its result is no longer kept: "
+                f"a program's results keep within {self.max_bytes} bytes",
+                status=410,
+            )
+        return entry
+
+    def open(self, call_id: str) -> Pending[T]:
+        """Claim a new id."""
+        entry = Pending[T]()
+        self._entries[call_id] = entry
+        return entry
+
+    def close(self, call_id: str, outcome: T | SostenutoError) -> None:
+        """Record the outcome of an open id and wake its waiters."""
+        entry = self._entries[call_id]
+        assert entry is not None
+        entry.settle(outcome)
+        self._kept_bytes[call_id] = self.size_bytes(outcome)
+        self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        excess_bytes = sum(self._kept_bytes.values()) - self.max_bytes
+        for call_id in list(self._kept_bytes)[:-1]:
+            if excess_bytes <= 0:
+                return
+            excess_bytes -= self._kept_bytes.pop(call_id)
+            self._entries[call_id] = None

@@ -1,0 +1,204 @@
+"""The tool server's HTTP surface: tools/wire.py over the program table.
+
+- A refusal is always a Refusal; bad input is 400 and names the field, a wrong token is 401.
+- Nothing leaves but through the edge.
+- A handler whose client goes away is cancelled; what that means for the work is the table's rule.
+"""
+
+import hmac
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from errno import EADDRINUSE
+from typing import TypeVar
+
+import anyio
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from sostenuto.errors import ConfigError, SostenutoError
+from sostenuto.sandbox.protocol import Backend, Sandbox
+from sostenuto.tools.config import ServerConfig
+from sostenuto.tools.edge import Edge
+from sostenuto.tools.host import Hosts
+from sostenuto.tools.programs import Programs, open_programs
+from sostenuto.tools.refused import Refused, status_of
+from sostenuto.tools.secrets import Secrets
+from sostenuto.tools.wire import (
+    CallRequest,
+    Heartbeat,
+    PrepareRequest,
+    RewardRequest,
+    ShellReply,
+    ShellRequest,
+)
+from sostenuto.types import ProgramId, ToolResult
+
+M = TypeVar("M", bound=BaseModel)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def listen(
+    config: ServerConfig, backend: Backend, hosts: Hosts, secrets: Secrets
+) -> AsyncGenerator[str]:
+    """The URL of a server that answers within the block and holds nothing after it."""
+    edge = Edge(secrets, config.output_bytes)
+    async with open_programs(config, backend, hosts, edge) as programs:
+        application = Routes(programs, edge, config).application()
+        runner = web.AppRunner(
+            application, handler_cancellation=True, access_log=None, shutdown_timeout=config.release_s
+        )
+        await runner.setup()
+        try:
+            yield await _bind(runner, config)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await programs.close()
+                await runner.cleanup()
+
+
+class Routes:
+    """One method for each route."""
+
+    def __init__(self, programs: Programs, edge: Edge, config: ServerConfig) -> None:
+        self._programs = programs
+        self._edge = edge
+        self._body_bytes = config.body_bytes
+        self._authorization = f"Bearer {config.token}".encode()
+
+    def application(self) -> web.Application:
+        program = "/v1/programs/{program_id}"
+        application = web.Application(client_max_size=self._body_bytes, middlewares=[self._answered])
+        application.add_routes(
+            [
+                web.post(f"{program}/prepare", self._prepare),
+                web.post(f"{program}/call", self._call),
+                web.post(f"{program}/reward", self._reward),
+                web.post(f"{program}/release", self._release),
+                web.post(f"{program}/pause", self._pause),
+                web.post(f"{program}/resume", self._resume),
+                web.post(f"{program}/shell", self._shell),
+                web.get(f"{program}/files/{{path:.+}}", self._read),
+                web.put(f"{program}/files/{{path:.+}}", self._write),
+                web.post("/v1/owners/{owner}/heartbeat", self._heartbeat),
+                web.get("/v1/state", self._state),
+                web.get("/health", self._health),
+            ]
+        )
+        return application
+
+    @web.middleware
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the token and turn every refusal, aiohttp's too, into a Refusal."""
+        try:
+            self._check_token(request)
+            return await handler(request)
+        except SostenutoError as error:
+            return self._json(self._edge.refusal(error), status=status_of(error))
+        except web.HTTPException as error:
+            refused = Refused(f"{request.method} {request.path}: {error.reason}", status=error.status)
+            return self._json(self._edge.refusal(refused), status=error.status)
+
+    def _check_token(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(given, self._authorization) and request.path != "/health":
+            raise Refused("wrong or missing bearer token in the Authorization header", status=401)
+
+    async def _prepare(self, request: web.Request) -> web.Response:
+        body = await _body(request, PrepareRequest)
+        return self._json(await self._programs.prepare(_program_id(request), body))
+
+    async def _call(self, request: web.Request) -> web.Response:
+        body = await _body(request, CallRequest)
+        return self._json(await self._programs.call(_program_id(request), body))
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        body = await _body(request, RewardRequest)
+        return self._json(await self._programs.reward(_program_id(request), body))
+
+    async def _release(self, request: web.Request) -> web.Response:
+        await self._programs.release(_program_id(request))
+        return _done()
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        await self._programs.in_sandbox(_program_id(request), lambda sandbox: sandbox.pause())
+        return _done()
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        await self._programs.in_sandbox(_program_id(request), lambda sandbox: sandbox.resume())
+        return _done()
+
+    async def _shell(self, request: web.Request) -> web.Response:
+        body = await _body(request, ShellRequest)
+
+        async def shell(sandbox: Sandbox) -> ShellReply:
+            result = await sandbox.shell(
+                body.command, timeout_s=body.timeout_s, output_bytes=body.output_bytes
+            )
+            return ShellReply(
+                exit_code=result.exit_code,
+                output=self._edge.cut_text(result.output, result.cut_bytes),
+                cut_bytes=result.cut_bytes,
+                elapsed_s=result.elapsed_s,
+            )
+
+        return self._json(await self._programs.in_sandbox(_program_id(request), shell))
+
+    async def _read(self, request: web.Request) -> web.Response:
+        path = request.match_info["path"]
+        data = await self._programs.in_sandbox(
+            _program_id(request), lambda sandbox: sandbox.read(path, max_bytes=self._body_bytes)
+        )
+        return web.Response(
+            body=self._edge.secrets.redact_bytes(data), content_type="application/octet-stream"
+        )
+
+    async def _write(self, request: web.Request) -> web.Response:
+        path, data = request.match_info["path"], await request.read()
+        await self._programs.in_sandbox(_program_id(request), lambda sandbox: sandbox.write(path, data))
+        return _done()
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        body = await _body(request, Heartbeat)
+        self._programs.heartbeat(request.match_info["owner"], body.lease_s)
+        return _done()
+
+    async def _state(self, request: web.Request) -> web.Response:
+        return self._json(self._programs.state())
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _done()
+
+    def _json(self, value: BaseModel | ToolResult, status: int = 200) -> web.Response:
+        return web.Response(body=self._edge.json(value), status=status, content_type="application/json")
+
+
+async def _body(request: web.Request, model: type[M]) -> M:
+    """The request's body, or the ConfigError that names the first field which is wrong."""
+    try:
+        return model.model_validate_json(await request.read())
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "body"
+        raise ConfigError(f"{model.__name__}: {field}: {first['msg']}") from None
+
+
+def _program_id(request: web.Request) -> ProgramId:
+    return ProgramId(request.match_info["program_id"])
+
+
+def _done() -> web.Response:
+    return web.Response(body=b"{}", content_type="application/json")
+
+
+async def _bind(runner: web.AppRunner, config: ServerConfig) -> str:
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError as error:
+        if error.errno == EADDRINUSE:
+            raise ConfigError(
+                f"port: {config.host}:{config.port} is in use; choose another, or 0 for a free one"
+            ) from error
+        raise ConfigError(f"host: cannot listen on {config.host}:{config.port}: {error}") from error
+    port: int = runner.addresses[0][1]
+    return f"http://{config.host}:{port}"
