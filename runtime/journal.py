@@ -1,0 +1,216 @@
+"""What a run has done, on disk.  SQLite in WAL mode; writes are batched, one commit for a batch.
+
+- `write` returns at once; `flush` returns when everything written before it is committed.
+- The death of any process loses nothing that was flushed.
+- Only one runtime writes to a journal at a time (the run directory is locked); anyone may read it.
+"""
+
+import sqlite3
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+
+from sostenuto.errors import Blame, ConfigError
+from sostenuto.records import Trajectory
+from sostenuto.runtime.ledger import Ledger, Stage
+from sostenuto.runtime.records import decode_trajectory, encode_trajectory
+from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId, Purpose, Version
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS programs (
+    id TEXT PRIMARY KEY, group_id TEXT NOT NULL, task_id TEXT NOT NULL, purpose TEXT NOT NULL,
+    stage TEXT NOT NULL, kind TEXT, reason TEXT, blame TEXT);
+CREATE TABLE IF NOT EXISTS trajectories (program_id TEXT PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS versions (
+    epoch INTEGER, number INTEGER, step INTEGER, PRIMARY KEY (epoch, number));
+"""
+
+_ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSubmitted:
+    program_id: ProgramId
+    group_id: GroupId
+    task_id: str
+    purpose: Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSealed:
+    """The rollout is over; what becomes of it is decided later."""
+
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnded:
+    program_id: ProgramId
+    outcome: Outcome
+    trajectory: Trajectory | None = None
+    """Given for a program that was not sealed before and has a record worth keeping."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPublished:
+    version: Version
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class FactStated:
+    name: str
+    value: str
+
+
+Entry = ProgramSubmitted | ProgramSealed | ProgramEnded | VersionPublished | FactStated
+
+
+class Journal:
+    """The writing side.  Use `open_journal`."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._pending: list[Entry] = []
+        self._wake = anyio.Event()
+        self._written = 0
+        self._committed = 0
+        self._progress = anyio.Condition()
+        self._broken: ConfigError | None = None
+        self._thread = anyio.CapacityLimiter(1)
+
+    def write(self, entry: Entry) -> None:
+        """Take `entry` into the next commit."""
+        self._pending.append(entry)
+        self._written += 1
+        self._wake.set()
+
+    async def flush(self) -> None:
+        """Return when everything written so far is on disk; ConfigError when the disk refuses."""
+        goal = self._written
+        async with self._progress:
+            while self._committed < goal:
+                if self._broken is not None:
+                    raise self._broken
+                await self._progress.wait()
+
+    async def commit_for_ever(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake = anyio.Event()
+            await self.commit_pending()
+
+    async def commit_pending(self) -> None:
+        batch, self._pending = self._pending, []
+        with anyio.CancelScope(shield=True):
+            try:
+                await to_thread.run_sync(_commit, self._connection, batch, limiter=self._thread)
+                self._committed += len(batch)
+            except sqlite3.Error as error:
+                self._broken = ConfigError(f"the journal cannot be written: {error}; is the disk full?")
+                raise self._broken from error
+            finally:
+                async with self._progress:
+                    self._progress.notify_all()
+
+
+@asynccontextmanager
+async def open_journal(path: Path) -> AsyncGenerator[Journal]:
+    """Write to the journal at `path`; on leaving, everything written is committed."""
+    try:
+        connection = sqlite3.connect(path, check_same_thread=False)
+        connection.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
+    except sqlite3.Error as error:
+        raise ConfigError(
+            f"no journal can be opened at {path}: {error}; choose another run directory"
+        ) from error
+    journal = Journal(connection)
+    with closing(connection):
+        async with anyio.create_task_group() as group:
+            group.start_soon(journal.commit_for_ever)
+            try:
+                yield journal
+            finally:
+                group.cancel_scope.cancel()
+                await journal.commit_pending()
+
+
+def _commit(connection: sqlite3.Connection, batch: list[Entry]) -> None:
+    with connection:
+        for entry in batch:
+            _execute(connection, entry)
+
+
+def _execute(connection: sqlite3.Connection, entry: Entry) -> None:
+    match entry:
+        case ProgramSubmitted(program_id, group_id, task_id, purpose):
+            row = (program_id, group_id, task_id, purpose, Stage.RUNNING)
+            connection.execute("INSERT INTO programs VALUES (?, ?, ?, ?, ?, NULL, NULL, NULL)", row)
+        case ProgramSealed(trajectory):
+            _keep(connection, trajectory)
+            row = (Stage.SEALED, trajectory.program_id)
+            connection.execute("UPDATE programs SET stage = ? WHERE id = ?", row)
+        case ProgramEnded(program_id, outcome, trajectory):
+            if trajectory is not None:
+                _keep(connection, trajectory)
+            row = (_ENDED, outcome.kind, outcome.reason, outcome.blame, program_id)
+            connection.execute("UPDATE programs SET stage=?, kind=?, reason=?, blame=? WHERE id=?", row)
+        case VersionPublished(version, step):
+            row = (version.epoch, version.number, step)
+            connection.execute("INSERT INTO versions VALUES (?, ?, ?)", row)
+        case FactStated(name, value):
+            connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+
+
+def _keep(connection: sqlite3.Connection, trajectory: Trajectory) -> None:
+    row = (trajectory.program_id, encode_trajectory(trajectory))
+    connection.execute("INSERT OR REPLACE INTO trajectories VALUES (?, ?)", row)
+
+
+class JournalReader:
+    """The reading side; opens the file read-only and can be used while a runtime writes."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def ledger(self) -> Ledger:
+        rows = self._connection.execute("SELECT id, stage, kind, reason, blame FROM programs")
+        return Ledger.replay(
+            (ProgramId(id_), _state(stage, kind, reason, blame)) for id_, stage, kind, reason, blame in rows
+        )
+
+    def facts(self) -> dict[str, str]:
+        return dict(self._connection.execute("SELECT name, value FROM facts"))
+
+    def highest_version(self) -> Version | None:
+        """The newest version that was ever published; None before the first."""
+        row = self._connection.execute("SELECT epoch, number FROM versions ORDER BY epoch DESC, number DESC")
+        first = row.fetchone()
+        return Version(*first) if first else None
+
+    def trajectories(self, *, purpose: Purpose | None = None) -> Iterator[Trajectory]:
+        """Every record that was kept, in the order in which the programs were submitted."""
+        where, values = ("WHERE p.purpose = ?", (purpose,)) if purpose else ("", ())
+        query = f"SELECT record FROM trajectories t JOIN programs p ON p.id = t.program_id {where} ORDER BY p.rowid"  # noqa: E501 - no value is spliced in
+        for (record,) in self._connection.execute(query, values):
+            yield decode_trajectory(record)
+
+
+@contextmanager
+def read_journal(path: Path) -> Generator[JournalReader]:
+    """Raise ConfigError when there is no journal at `path`."""
+    if not path.is_file():
+        raise ConfigError(f"no journal at {path}; is this a run directory?")
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        yield JournalReader(connection)
+
+
+def _state(stage: str, kind: str | None, reason: str | None, blame: str | None) -> Stage | Outcome:
+    if kind is None:
+        return Stage(stage)
+    return Outcome(OutcomeKind(kind), reason or "", Blame(blame) if blame else None)

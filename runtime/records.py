@@ -1,0 +1,108 @@
+"""Trajectories as bytes: msgpack, arrays as raw little-endian buffers."""
+
+from dataclasses import asdict, replace
+
+import msgspec
+import numpy as np
+
+from sostenuto.errors import Blame, RecordError
+from sostenuto.records import Producer, Span, Trajectory, VersionSpan
+from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId, Purpose, StopReason, Usage, Version
+
+
+class _Span(msgspec.Struct, array_like=True):
+    producer: str
+    token_ids: bytes
+    logprobs: bytes
+    mask: bytes
+    versions: list[tuple[int, int, int, int]]
+    started_s: float
+    ended_s: float
+
+
+class _Record(msgspec.Struct):
+    program_id: str
+    group_id: str
+    task_id: str
+    purpose: str
+    sequences: list[list[_Span]]
+    reward: float | None
+    stop_reason: str
+    usage: dict[str, float]
+    outcome: tuple[str, str, str | None] | None
+    metrics: dict[str, float]
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    outcome = trajectory.outcome
+    record = _Record(
+        program_id=trajectory.program_id,
+        group_id=trajectory.group_id,
+        task_id=trajectory.task_id,
+        purpose=trajectory.purpose,
+        sequences=[[_pack(span) for span in sequence] for sequence in trajectory.sequences],
+        reward=trajectory.reward,
+        stop_reason=trajectory.stop_reason,
+        usage=asdict(trajectory.usage),
+        outcome=(outcome.kind, outcome.reason, outcome.blame) if outcome else None,
+        metrics=trajectory.metrics,
+    )
+    return msgspec.msgpack.encode(record)
+
+
+def decode_trajectory(data: bytes) -> Trajectory:
+    """The record that was encoded, or RecordError."""
+    try:
+        record = msgspec.msgpack.decode(data, type=_Record)
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"not the record of a trajectory: {error}") from error
+    return Trajectory(
+        program_id=ProgramId(record.program_id),
+        group_id=GroupId(record.group_id),
+        task_id=record.task_id,
+        purpose=Purpose(record.purpose),
+        sequences=tuple(tuple(_unpack(span) for span in sequence) for sequence in record.sequences),
+        reward=record.reward,
+        stop_reason=StopReason(record.stop_reason),
+        usage=_usage(record.usage),
+        outcome=_outcome(record.outcome),
+        metrics=record.metrics,
+    )
+
+
+def _usage(values: dict[str, float]) -> Usage:
+    whole = {name for name in values if name.endswith("_tokens")}
+    counts = {name: int(values[name]) for name in whole}
+    times = {name: value for name, value in values.items() if name not in whole}
+    return replace(Usage(), **counts, **times)
+
+
+def _outcome(packed: tuple[str, str, str | None] | None) -> Outcome | None:
+    if packed is None:
+        return None
+    kind, reason, blame = packed
+    return Outcome(OutcomeKind(kind), reason, Blame(blame) if blame else None)
+
+
+def _pack(span: Span) -> _Span:
+    return _Span(
+        producer=span.producer,
+        token_ids=span.token_ids.astype("<i4").tobytes(),
+        logprobs=span.logprobs.astype("<f4").tobytes(),
+        mask=span.mask.astype(np.uint8).tobytes(),
+        versions=[(v.version.epoch, v.version.number, v.start, v.end) for v in span.versions],
+        started_s=span.started_s,
+        ended_s=span.ended_s,
+    )
+
+
+def _unpack(packed: _Span) -> Span:
+    return Span(
+        producer=Producer(packed.producer),
+        token_ids=np.frombuffer(packed.token_ids, "<i4").astype(np.int32),
+        logprobs=np.frombuffer(packed.logprobs, "<f4").astype(np.float32),
+        mask=np.frombuffer(packed.mask, np.uint8).astype(np.bool_),
+        versions=tuple(VersionSpan(Version(e, n), start, end) for e, n, start, end in packed.versions),
+        started_s=packed.started_s,
+        ended_s=packed.ended_s,
+    )
