@@ -95,8 +95,8 @@ class Scheduler:
         """
         actions = self._take_in(event, now_s)
         actions += self._expire(now_s)
-        actions += self._prepare(now_s)
         actions += self._admit(now_s)
+        actions += self._prepare(now_s)
         return actions
 
     def wake_at_s(self) -> float | None:
