@@ -1,0 +1,1 @@
+"""What the quickstart starts from: recipe, tokenizer and model folder, pre-training material."""
