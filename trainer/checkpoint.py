@@ -1,0 +1,94 @@
+"""Checkpoints: a Hugging Face folder that anything can load, plus what a bit-exact resume needs.
+
+    config.json, model.safetensors      as transformers writes them
+    tokenizer and template files        copied from the folder the model came from
+    trainer.safetensors, trainer.json   moments, master weights, random state; step, version, schedule
+
+A folder appears under its name complete, or not at all.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from sostenuto.errors import ConfigError, TrainerError
+from sostenuto.trainer.learner import Learner
+from sostenuto.trainer.model import load_policy
+from sostenuto.trainer.retention import checkpoint_path, replacing, retain
+from sostenuto.trainer.settings import Schedule
+from sostenuto.trainer.tensors import load_tensors, save_tensors
+from sostenuto.types import Version
+
+_STATE, _TENSORS = "trainer.json", "trainer.safetensors"
+_RANDOM = "random_state"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".index.json")
+
+
+def save_checkpoint(learner: Learner, root: Path, version: Version, *, source: Path) -> Path:
+    """Write `root`/version-E.N and remove old ones.  TrainerError names the path on a full disk."""
+    path = checkpoint_path(root, version)
+    try:
+        with replacing(path) as part:
+            _copy_companions(source, part)
+            learner.policy.save(part)
+            save_tensors(_tensors(learner), part / _TENSORS)
+            (part / _STATE).write_text(json.dumps(_state(learner, version), indent=1))
+    except (OSError, SafetensorError) as error:
+        needed = sum(t.nbytes for t in _tensors(learner).values()) + weight_bytes(learner)
+        raise TrainerError(f"checkpoint {path}, about {needed} bytes needed: {error}") from error
+    retain(root, learner.settings.keep_checkpoints)
+    return path
+
+
+def restore_checkpoint(learner: Learner, path: Path) -> Version:
+    """Put `learner`, which holds a model of the same shape, where the saved one was."""
+    if not (path / _STATE).is_file():
+        raise ConfigError(f"checkpoint {path}: no {_STATE}; name a folder that `save` has written")
+    state = cast("dict[str, Any]", json.loads((path / _STATE).read_text()))
+    _load_weights(learner, path)
+    tensors = load_tensors(path / _TENSORS)
+    torch.set_rng_state(tensors.pop(_RANDOM))
+    learner.optimizer.load(tensors, Schedule.model_validate(state["schedule"]), state["schedule_steps"])
+    learner.step, learner.seed = state["step"], state["seed"]
+    learner.version = learner.newest = Version.parse(state["version"])
+    return learner.version
+
+
+def weight_bytes(learner: Learner) -> int:
+    return sum(parameter.nbytes for parameter in learner.policy.module.parameters())
+
+
+def _state(learner: Learner, version: Version) -> dict[str, Any]:
+    return {
+        "version": str(version),
+        "step": learner.step,
+        "seed": learner.seed,
+        "schedule": learner.optimizer.schedule.model_dump(mode="json"),
+        "schedule_steps": learner.optimizer.steps,
+    }
+
+
+def _tensors(learner: Learner) -> dict[str, Tensor]:
+    return {**learner.optimizer.tensors(), _RANDOM: torch.get_rng_state()}
+
+
+def _load_weights(learner: Learner, path: Path) -> None:
+    # Through transformers, which may keep weights in memory otherwise than on disk.
+    saved = load_policy(path, learner.settings.dtype)
+    try:
+        learner.policy.module.load_state_dict(saved.module.state_dict())
+    except RuntimeError as error:
+        raise ConfigError(f"checkpoint {path}: weights of another model: {error}") from error
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    """Tokenizer, chat template and whatever else stands next to the weights, but no weights and no state."""
+    for path in source.iterdir():
+        ours = path.name in {_STATE, _TENSORS, "config.json", "generation_config.json"}
+        if path.is_file() and not ours and not path.name.endswith(_WEIGHTS):
+            shutil.copy2(path, target / path.name)

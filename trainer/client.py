@@ -1,0 +1,243 @@
+"""The runtime's side of the trainer process.  Loads no torch.
+
+- The process lives exactly as long as the `async with` block; it also ends when this process dies.
+- One call at a time; others wait for their turn.  Calls leave the event loop free.
+- A cancelled call is still carried out by the process; its reply is dropped when it comes.
+- A process that dies is a TrainerError with its last words, for this call and every later one.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import anyio
+import msgspec
+import numpy as np
+from anyio.abc import ByteReceiveStream, Process, SocketStream, TaskGroup
+from anyio.streams.buffered import BufferedByteReceiveStream
+from anyio.streams.text import TextReceiveStream
+
+from sostenuto.errors import ConfigError, RecordError, TrainerError, Unsupported
+from sostenuto.records import Floats
+from sostenuto.trainer.publication.manifest import Manifest
+from sostenuto.trainer.reports import Exactness, StepReport, TrainerFacts
+from sostenuto.trainer.samples import Sample
+from sostenuto.trainer.settings import GRPO, SFT, LearnerSettings, Schedule
+from sostenuto.trainer.wire import (
+    HEADER,
+    Close,
+    Command,
+    Exact,
+    Fit,
+    Learn,
+    Logprobs,
+    Open,
+    Publish,
+    Refused,
+    Reply,
+    Request,
+    ResetOptimizer,
+    Restore,
+    Save,
+    pack,
+    sample_to_wire,
+    unpack,
+)
+from sostenuto.types import Version
+
+R = TypeVar("R")
+
+_ERRORS = {kind.__name__: kind for kind in (ConfigError, RecordError, Unsupported, TrainerError)}
+_LAST_LINES = 20
+_GRACE_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class TrainerClient:
+    """Starts a trainer process with `threads` threads and speaks to it."""
+
+    def __init__(self, *, threads: int = 1) -> None:
+        if threads < 1:
+            raise ConfigError(f"trainer: threads must be at least 1, not {threads}")
+        self._threads = threads
+        self._turn = anyio.Lock()
+        self._words: deque[str] = deque(maxlen=_LAST_LINES)
+        self._requests = 0
+        self._lost: str | None = None
+
+    async def __aenter__(self) -> Self:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await _launch(theirs.fileno(), self._threads)
+        self._stream = await SocketStream.from_socket(ours)
+        self._reader = BufferedByteReceiveStream(self._stream)
+        self._group: TaskGroup = anyio.create_task_group()
+        await self._group.__aenter__()
+        self._group.start_soon(self._listen)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await self.close()
+        await self._group.__aexit__(kind, error, trace)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def open(
+        self,
+        model_directory: str | Path,
+        settings: LearnerSettings,
+        *,
+        seed: int,
+        version: Version | None = None,
+    ) -> TrainerFacts:
+        """Load a Hugging Face folder.  `version` is what its weights are known by, if they are."""
+        path = _absolute(model_directory)
+        return await self._ask(Open(path, _json(settings), seed, version), TrainerFacts)
+
+    async def fit(self, samples: list[Sample], algorithm: SFT | None = None) -> StepReport:
+        """One supervised step on the masked tokens of the samples."""
+        wire = [sample_to_wire(sample) for sample in samples]
+        return await self._ask(Fit(wire, _json(algorithm or SFT())), StepReport)
+
+    async def learn(self, samples: list[Sample], algorithm: GRPO) -> StepReport:
+        """One policy step.  RecordError for samples without behaviour log-probabilities."""
+        wire = [sample_to_wire(sample) for sample in samples]
+        return await self._ask(Learn(wire, _json(algorithm)), StepReport)
+
+    async def exact(self, samples: list[Sample]) -> Exactness:
+        """How many samples the model would copy greedily, teacher forced."""
+        return await self._ask(Exact([sample_to_wire(sample) for sample in samples]), Exactness)
+
+    async def logprobs(self, samples: list[Sample], temperature: float = 1.0) -> list[Floats]:
+        """(T,) for each sample under the present weights; NaN where nothing is masked."""
+        wire = [sample_to_wire(sample) for sample in samples]
+        found = await self._ask(Logprobs(wire, temperature), list[bytes])
+        return [np.frombuffer(array, dtype=np.float32) for array in found]
+
+    async def publish(self, version: Version) -> Manifest:
+        """Write the weights where engines map them, and call them `version` from now on."""
+        return Manifest.model_validate_json(await self._ask(Publish(version), bytes))
+
+    async def save(self, root: str | Path, version: Version) -> Path:
+        """Write a complete checkpoint folder under `root` and return its path."""
+        return Path(await self._ask(Save(_absolute(root), version), str))
+
+    async def restore(self, path: str | Path) -> TrainerFacts:
+        """Go on, bit for bit, where the checkpoint folder was saved."""
+        return await self._ask(Restore(_absolute(path)), TrainerFacts)
+
+    async def reset_optimizer(self, schedule: Schedule) -> TrainerFacts:
+        """Forget the moments and start another schedule; the weights stay."""
+        return await self._ask(ResetOptimizer(_json(schedule)), TrainerFacts)
+
+    async def close(self) -> None:
+        """End the process: by request, then by signal.  Idempotent; leaving the block does it."""
+        with anyio.move_on_after(_GRACE_S):
+            await self._say_goodbye()
+        await self._stream.aclose()
+        for end in (self._process.terminate, self._process.kill):
+            with anyio.move_on_after(_GRACE_S):
+                await self._process.wait()
+                break
+            end()
+        self._lost = self._lost or "it was closed"
+
+    async def _say_goodbye(self) -> None:
+        try:
+            await self._ask(Close(), type(None))
+        except TrainerError:
+            return  # gone already
+
+    async def _ask(self, command: Command, kind: type[R]) -> R:
+        async with self._turn:
+            if self._lost:
+                raise TrainerError(f"the trainer process is gone: {self._lost}")
+            self._requests += 1
+            try:
+                await self._send(pack(Request(self._requests, command)))
+                reply = await self._receive(self._requests)
+            except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError) as error:
+                raise await self._mourn() from error
+        if isinstance(reply.answer, Refused):
+            raise _ERRORS[reply.answer.error](reply.answer.message)
+        return msgspec.msgpack.decode(reply.answer.result, type=kind)
+
+    async def _send(self, frame: bytes) -> None:
+        sent = False
+        try:
+            await self._stream.send(frame)
+            sent = True
+        finally:
+            if not sent:
+                # Half a frame may be on its way: nothing that follows could be understood.
+                self._lost = self._lost or "a call was cancelled while it was being sent"
+
+    async def _receive(self, request_id: int) -> Reply:
+        while True:
+            header = await self._reader.receive_exactly(HEADER.size)
+            reply = unpack(await self._reader.receive_exactly(HEADER.unpack(header)[0]), Reply)
+            if reply.id == request_id:
+                return reply
+
+    async def _mourn(self) -> TrainerError:
+        with anyio.move_on_after(_GRACE_S):
+            await self._process.wait()
+        words = "\n".join(self._words) or "it said nothing"
+        self._lost = f"exit code {self._process.returncode}; its last words:\n{words}"
+        return TrainerError(f"the trainer process ended: {self._lost}")
+
+    async def _listen(self) -> None:
+        """Keep and log what the process says, until it has ended."""
+        stderr: ByteReceiveStream | None = self._process.stderr
+        assert stderr is not None
+        rest = ""
+        async for text in TextReceiveStream(stderr, errors="replace"):
+            *lines, rest = (rest + text).split("\n")
+            for line in lines:
+                self._words.append(line)
+                _log.warning("trainer: %s", line)
+
+
+async def _launch(descriptor: int, threads: int) -> Process:
+    environment = {
+        **os.environ,
+        # Threads that wait must not burn the core that others need; torch reads these when it loads.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    return await anyio.open_process(
+        [sys.executable, "-m", "sostenuto.trainer.process", str(descriptor)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment,
+        pass_fds=(descriptor,),
+        # Ctrl-C in a terminal is the runtime's to handle; it closes this process.
+        start_new_session=True,
+    )
+
+
+def _json(settings: LearnerSettings | GRPO | SFT | Schedule) -> bytes:
+    return settings.model_dump_json().encode()
+
+
+def _absolute(path: str | Path) -> str:
+    # The process has our working directory; a name that does not depend on it also reads better in errors.
+    return str(Path(path).absolute())

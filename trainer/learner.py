@@ -1,0 +1,187 @@
+"""One optimizer step from one batch.  Synchronous, single owner, no I/O.
+
+- One batch is one optimizer step, however many micro-batches it is cut into.
+- The denominator of the loss is that of the whole batch, known before the first forward.
+- A loss or gradient that is not finite changes nothing and is reported.
+- `version` names the weights exactly; it is None once they have moved and until they are published.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sostenuto.errors import ConfigError, RecordError
+from sostenuto.records import Floats
+from sostenuto.trainer.aggregation import token_weights
+from sostenuto.trainer.batching import MicroBatch, collate, plan
+from sostenuto.trainer.corrections import correct, known_rollout
+from sostenuto.trainer.logprobs import token_hits, token_logprobs
+from sostenuto.trainer.losses import clipped_policy, supervised
+from sostenuto.trainer.model import Policy
+from sostenuto.trainer.optimizer import Optimizer
+from sostenuto.trainer.reports import Exactness, StepReport
+from sostenuto.trainer.samples import Sample
+from sostenuto.trainer.settings import GRPO, SFT, Aggregation, LearnerSettings
+from sostenuto.trainer.tally import Tally
+from sostenuto.trainer.tensors import as_array, as_tensor, backpropagate, seed_everything
+from sostenuto.types import Version
+
+Objective = Callable[[MicroBatch, Tally], Tensor]
+"""Per-token loss (M,) of a micro-batch."""
+
+
+class Learner:
+    """The weights, their optimizer and their name.
+
+    `version` is what the engines know the loaded weights by.
+    """
+
+    def __init__(
+        self, policy: Policy, settings: LearnerSettings, *, seed: int, version: Version | None
+    ) -> None:
+        self.policy = policy
+        self.settings = settings
+        self.seed = seed
+        self.version = version
+        self.newest = version
+        self.step = 0
+        seed_everything(seed)
+        self.optimizer = Optimizer(policy.module, settings)
+
+    def fit(self, samples: list[Sample], algorithm: SFT) -> StepReport:
+        """One supervised step."""
+
+        def objective(batch: MicroBatch, tally: Tally) -> Tensor:
+            logprobs = token_logprobs(self.policy, batch)
+            unknown = torch.full_like(logprobs, math.nan)
+            tally.add_logprobs(logprobs.detach(), unknown, unknown)
+            return supervised(logprobs)
+
+        return self._step(samples, algorithm.aggregation, objective)
+
+    def learn(self, samples: list[Sample], algorithm: GRPO) -> StepReport:
+        """One policy step with clipping and correction."""
+        for sample in samples:
+            sample.check_policy()
+            self._refuse_future(sample)
+
+        def objective(batch: MicroBatch, tally: Tally) -> Tensor:
+            return self._clipped(batch, algorithm, tally)
+
+        return self._step(samples, algorithm.aggregation, objective)
+
+    def exact(self, samples: list[Sample]) -> Exactness:
+        """How many samples are copied without a mistake, teacher forced and greedy."""
+        if not samples or not all(sample.masked_tokens for sample in samples):
+            raise RecordError("exact: every sample needs a masked token to compare")
+        hits = self._scored(samples, lambda batch: token_hits(self.policy, batch))
+        return Exactness(
+            exact_share=float(np.mean([part.all() for part in hits])),
+            token_accuracy=float(np.concatenate(hits).mean()),
+            samples=len(samples),
+            masked_tokens=sum(len(part) for part in hits),
+        )
+
+    def logprobs(self, samples: list[Sample], temperature: float) -> list[Floats]:
+        """(T,) for each sample: the masked tokens' log-probabilities, NaN elsewhere."""
+        found = self._scored(samples, lambda batch: token_logprobs(self.policy, batch, temperature))
+        out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
+        for sample, whole, masked in zip(samples, out, found, strict=True):
+            whole[sample.mask] = masked
+        return out
+
+    def check_name(self, version: Version) -> None:
+        """Raise ConfigError unless the present weights may be called `version`: none is used twice."""
+        if version != self.version and self.newest is not None and version <= self.newest:
+            raise ConfigError(f"version {version} is not newer than {self.newest}, which was used already")
+
+    def name(self, version: Version) -> None:
+        """Call the present weights `version`."""
+        self.check_name(version)
+        self.version = self.newest = version
+
+    def _clipped(self, batch: MicroBatch, algorithm: GRPO, tally: Tally) -> Tensor:
+        current = token_logprobs(self.policy, batch, algorithm.temperature)
+        behaviour = as_tensor(batch.behaviour)
+        rollout = known_rollout(current, as_tensor(batch.rollout), as_tensor(batch.fresh))
+        correction = correct(algorithm.correction, behaviour, rollout)
+        advantages = as_tensor(batch.advantages)
+        loss, clipped = clipped_policy(
+            current, correction.proximal, advantages, low=algorithm.clip_low, high=algorithm.clip_high
+        )
+        tally.add_logprobs(current.detach(), behaviour, rollout)
+        tally.add_flags(clipped, correction.truncated)
+        return correction.weights * loss
+
+    def _step(self, samples: list[Sample], aggregation: Aggregation, objective: Objective) -> StepReport:
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
+        batches = self._batches(samples, token_weights(samples, aggregation))
+        rate, tally = self.optimizer.learning_rate, Tally()
+        norm, refused = self._move(batches, objective, tally)
+        if not refused:
+            self.step += 1
+            self.version = None
+        return tally.report(
+            step=self.step,
+            grad_norm=norm,
+            learning_rate=rate,
+            samples=len(samples),
+            micro_batches=len(batches),
+            tokens=sum(len(sample) for sample in samples),
+            masked_tokens=sum(sample.masked_tokens for sample in samples),
+            elapsed_s=time.perf_counter() - started_s,
+            cpu_s=time.process_time() - started_cpu_s,
+            refused=refused,
+        )
+
+    def _move(self, batches: list[MicroBatch], objective: Objective, tally: Tally) -> tuple[float, str]:
+        """Gradient norm, and why the weights did not move, if so."""
+        for batch in batches:
+            loss = (objective(batch, tally) * as_tensor(batch.weights)).sum()
+            tally.loss += float(loss.detach())
+            if not math.isfinite(tally.loss):
+                self.optimizer.discard()
+                return math.nan, f"the loss is {tally.loss}"
+            backpropagate(loss)
+            self.optimizer.accumulate()
+        norm, moved = self.optimizer.step()
+        return norm, "" if moved else f"the gradient norm is {norm}"
+
+    def _batches(self, samples: list[Sample], weights: list[float]) -> list[MicroBatch]:
+        self._refuse_unknown_ids(samples)
+        trained = [index for index, sample in enumerate(samples) if sample.masked_tokens]
+        fresh = [self.version is not None and sample.version == self.version for sample in samples]
+        groups = plan([len(samples[index]) for index in trained], self.settings.microbatch_tokens)
+        return [collate(samples, [trained[i] for i in group], weights, fresh) for group in groups]
+
+    def _scored(self, samples: list[Sample], score: Callable[[MicroBatch], Tensor]) -> list[NDArray[Any]]:
+        """What `score` finds for the masked tokens of each sample, in the order of the samples."""
+        found: list[NDArray[Any]] = [np.zeros(0)] * len(samples)
+        with torch.no_grad():
+            for batch in self._batches(samples, [0.0] * len(samples)):
+                ends = np.cumsum([samples[index].masked_tokens for index in batch.indices])
+                parts = np.split(as_array(score(batch)), ends[:-1])
+                for index, part in zip(batch.indices, parts, strict=True):
+                    found[index] = part
+        return found
+
+    def _refuse_unknown_ids(self, samples: list[Sample]) -> None:
+        size = self.policy.tokenizer_size
+        for sample in samples:
+            chosen = sample.token_ids[sample.mask]
+            if len(sample) and int(sample.token_ids.max()) >= self.policy.vocabulary_size:
+                raise RecordError(f"sample {sample.origin}: a token id is beyond the model's vocabulary")
+            if len(chosen) and int(chosen.max()) >= size:
+                raise RecordError(f"sample {sample.origin}: a trained id has no text (tokenizer size {size})")
+
+    def _refuse_future(self, sample: Sample) -> None:
+        if sample.version is not None and self.newest is not None and sample.version > self.newest:
+            raise RecordError(
+                f"sample {sample.origin}: sampled under {sample.version}, the newest version is {self.newest}"
+            )

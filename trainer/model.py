@@ -1,0 +1,139 @@
+"""The policy as the trainer holds it: any causal language model of transformers, from a local folder.
+
+- Ids beyond the tokenizer have no text; they are cut out of every distribution, as the engine does.
+- Dropout is off: a log-probability is the one that the engine would give.
+"""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sostenuto.errors import ConfigError
+
+_PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Policy:
+    """A model and how its next-token distribution is read.
+
+    `plain_head`: logits are the output layer applied to the decoder's last hidden states, and nothing more.
+    """
+
+    module: PreTrainedModel
+    tokenizer_size: int
+    plain_head: bool
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def dtype(self) -> str:
+        return str(self.module.dtype).removeprefix("torch.")
+
+    @property
+    def architecture(self) -> str:
+        return type(self.module).__name__
+
+    @property
+    def context_tokens(self) -> int:
+        return int(getattr(self.module.config, "max_position_embeddings", 0) or 0)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return _rows(self.module)
+
+    def save(self, directory: Path) -> None:
+        """Write config.json and safetensors as transformers does."""
+        cast("Any", self.module).save_pretrained(str(directory))
+
+    def features(self, token_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """What `logits` needs at the given positions (M, ...) of right-padded `token_ids` (B, T)."""
+        # No attention mask: right padding is to the right of every real token, and attention is causal.
+        output: Any = (_decoder(self.module) if self.plain_head else self.module)(
+            input_ids=token_ids, use_cache=False
+        )
+        states: Tensor = output.last_hidden_state if self.plain_head else output.logits
+        return states[rows, columns]
+
+    def logits(self, features: Tensor) -> Tensor:
+        """float32 logits (M, tokenizer size) of `features`."""
+        rows: Tensor = _head(self.module)(features) if self.plain_head else features
+        return rows[:, : self.tokenizer_size].float()
+
+
+def load_policy(directory: Path, dtype: str) -> Policy:
+    """Read a Hugging Face folder.  ConfigError names what is missing or does not fit."""
+    size = tokenizer_size(directory)
+    module = _load_module(directory, dtype)
+    module.eval()
+    # A tokenizer may know more ids than the model has rows; those can be neither sampled nor trained.
+    return Policy(module, min(size, _rows(module)), _has_plain_head(module))
+
+
+def tokenizer_size(directory: Path) -> int:
+    """One more than the highest id that has a text."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"model {directory}: no tokenizer.json; save the tokenizer next to the weights")
+    try:
+        vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a malformed file
+        raise ConfigError(f"model {directory}: tokenizer.json is not understood: {error}") from error
+    if not vocabulary:
+        raise ConfigError(f"model {directory}: tokenizer.json has no tokens; save the tokenizer again")
+    return max(vocabulary.values()) + 1
+
+
+def _load_module(directory: Path, dtype: str) -> PreTrainedModel:
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model {directory}: no config.json; a folder saved by transformers is needed")
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"model {directory}: no *.safetensors; save the model with safe serialization")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module, found = cast("Any", AutoModelForCausalLM).from_pretrained(
+                str(directory),
+                dtype=getattr(torch, dtype),
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"model {directory}: config.json and weights cannot be used: {error}") from error
+    wrong = {kind: sorted(found[kind]) for kind in ("missing_keys", "mismatched_keys") if found[kind]}
+    if wrong:
+        raise ConfigError(f"model {directory}: weights do not fit config.json: {wrong}; save both again")
+    return module
+
+
+def _rows(module: PreTrainedModel) -> int:
+    head = cast("Any", module.get_output_embeddings())
+    return int(module.config.vocab_size if head is None else head.weight.shape[0])
+
+
+def _decoder(module: PreTrainedModel) -> nn.Module:
+    return module.base_model
+
+
+def _head(module: PreTrainedModel) -> nn.Module:
+    return cast("nn.Module", module.get_output_embeddings())
+
+
+def _has_plain_head(module: PreTrainedModel) -> bool:
+    """Compare with the model's own logits once: some scale or cap them after the output layer."""
+    if module.get_output_embeddings() is None or _decoder(module) is module:
+        return False
+    probe = torch.arange(_PROBE_TOKENS).unsqueeze(0) % _rows(module)
+    with torch.no_grad():
+        expected: Tensor = module(input_ids=probe, use_cache=False).logits
+        states: Tensor = _decoder(module)(input_ids=probe, use_cache=False).last_hidden_state
+        found: Tensor = _head(module)(states)
+    return found.shape == expected.shape and bool(torch.allclose(found, expected, rtol=1e-4, atol=1e-5))

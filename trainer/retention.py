@@ -1,0 +1,78 @@
+"""Where checkpoints live: one folder per version under a root, complete or not there.  No torch."""
+
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sostenuto.types import Version
+
+_PREFIX = "version-"
+_PART = ".part-"
+
+
+def checkpoint_path(root: Path, version: Version) -> Path:
+    return root / f"{_PREFIX}{version}"
+
+
+def checkpoints(root: Path) -> list[tuple[Version, Path]]:
+    """The complete ones, oldest first."""
+    found: list[tuple[Version, Path]] = []
+    for path in root.glob(f"{_PREFIX}*"):
+        try:
+            found.append((Version.parse(path.name.removeprefix(_PREFIX)), path))
+        except ValueError:
+            continue
+    return sorted(found)
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """The newest complete one."""
+    found = checkpoints(root)
+    return found[-1][1] if found else None
+
+
+def retain(root: Path, keep: int) -> list[Path]:
+    """Remove all but the newest `keep`, and what broken saves have left; return what was removed."""
+    removed = [path for _, path in checkpoints(root)[:-keep]]
+    removed += list(root.glob(f"{_PART}*"))
+    for path in removed:
+        shutil.rmtree(path, ignore_errors=True)
+    return removed
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """A new folder that takes the place of `path` when the block succeeds, and vanishes otherwise."""
+    part = path.with_name(f"{_PART}{os.getpid()}-{path.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        _sync(part)
+        old = path.with_name(f"{_PART}old-{path.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
+        part.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    _sync_directory(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _sync_directory(folder)
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,107 @@
+"""From records to what one training step reads: one Sample per sequence with something to train.
+
+- Token ids are copied from the record; nothing is decoded or encoded.
+- A sampled token is masked in one sequence alone, so it is trained once; the reward of a trajectory is
+  one advantage, shared by all its sequences.
+- Position t is predicted from position t - 1, so the first token of a sequence can never be trained.
+
+Suffix T: tokens of one sequence, cut after its last masked token.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sostenuto.errors import RecordError
+from sostenuto.records import Floats, Mask, Sequence, Tokens, Trajectory
+from sostenuto.types import Version
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One sequence to train on.  Raises RecordError when its parts do not fit together.
+
+    `logprobs` (T,) are the engine's, NaN where nothing was sampled.  `rollout_logprobs` (T,) are the
+    trainer's own under the weights that sampled, where somebody computed them in time.  `version` is the
+    oldest among the masked tokens; None for demonstrations.  `origin` names the program.
+    """
+
+    token_ids: Tokens
+    mask: Mask
+    logprobs: Floats
+    advantages: Floats
+    version: Version | None = None
+    origin: str = ""
+    rollout_logprobs: Floats | None = None
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        arrays = (self.mask, self.logprobs, self.advantages, self.rollout_logprobs)
+        if any(array is not None and array.shape != (length,) for array in arrays):
+            raise RecordError(f"sample {self.origin}: every array must have shape ({length},)")
+        if length and bool(self.mask[0]):
+            raise RecordError(f"sample {self.origin}: the first token has no context to be predicted from")
+        if length and int(self.token_ids.min()) < 0:
+            raise RecordError(f"sample {self.origin}: a token id is negative")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def masked_tokens(self) -> int:
+        return int(np.count_nonzero(self.mask))
+
+    def check_policy(self) -> None:
+        """Raise RecordError unless every masked token has a log-probability and an advantage."""
+        if not np.isfinite(self.logprobs[self.mask]).all():
+            raise RecordError(f"sample {self.origin}: a trained token has no behaviour log-probability")
+        if not np.isfinite(self.advantages[self.mask]).all():
+            raise RecordError(f"sample {self.origin}: an advantage is not finite")
+
+
+def demonstration(token_ids: list[int] | Tokens, mask: list[bool] | Mask, *, origin: str = "") -> Sample:
+    """A sequence to imitate: cross-entropy on the masked tokens."""
+    ids, chosen = np.asarray(token_ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_)
+    nothing = np.full(len(ids), np.nan, dtype=np.float32)
+    return Sample(ids, chosen, nothing, np.zeros(len(ids), dtype=np.float32), origin=origin)
+
+
+def trajectory_samples(trajectory: Trajectory, advantage: float) -> list[Sample]:
+    """The sequences of a trajectory that have something to train, all with the same advantage.
+
+    RecordError when one span is to be trained in two sequences, or a log-probability is missing.
+    """
+    _refuse_trained_twice(trajectory)
+    parts = [_sample(trajectory, sequence, advantage) for sequence in trajectory.sequences]
+    return [sample for sample in parts if sample is not None]
+
+
+def _sample(trajectory: Trajectory, sequence: Sequence, advantage: float) -> Sample | None:
+    spans = [span for span in sequence if len(span)]
+    mask = np.concatenate([span.mask for span in spans]) if spans else np.zeros(0, dtype=np.bool_)
+    trained = np.flatnonzero(mask)
+    if not len(trained):
+        return None
+    end = int(trained[-1]) + 1
+    sample = Sample(
+        token_ids=np.concatenate([span.token_ids for span in spans])[:end],
+        mask=mask[:end],
+        logprobs=np.concatenate([span.logprobs for span in spans])[:end],
+        advantages=np.where(mask[:end], advantage, 0.0).astype(np.float32),
+        version=min(v.version for span in spans if span.mask.any() for v in span.versions),
+        origin=trajectory.program_id,
+    )
+    sample.check_policy()
+    return sample
+
+
+def _refuse_trained_twice(trajectory: Trajectory) -> None:
+    seen: set[int] = set()
+    for span in trajectory.spans():
+        if not span.mask.any():
+            continue
+        if id(span) in seen:
+            raise RecordError(
+                f"{trajectory.program_id}: a span is trained in two sequences; share it as_context"
+            )
+        seen.add(id(span))

@@ -1,0 +1,124 @@
+"""The trainer process's state and what each command does to it.  Synchronous; torch lives here."""
+
+from pathlib import Path
+from typing import assert_never
+
+from sostenuto.errors import TrainerError
+from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint, weight_bytes
+from sostenuto.trainer.learner import Learner
+from sostenuto.trainer.model import load_policy
+from sostenuto.trainer.publication.manifest import Manifest
+from sostenuto.trainer.publication.sender import Sender, unique_tensors
+from sostenuto.trainer.reports import Exactness, StepReport, TrainerFacts
+from sostenuto.trainer.samples import Sample
+from sostenuto.trainer.settings import GRPO, SFT, LearnerSettings, Schedule
+from sostenuto.trainer.wire import (
+    Close,
+    Command,
+    Exact,
+    Fit,
+    Learn,
+    Logprobs,
+    Open,
+    Publish,
+    ResetOptimizer,
+    Restore,
+    Save,
+    sample_from_wire,
+)
+
+Result = TrainerFacts | StepReport | Exactness | str | list[bytes] | bytes | None
+
+
+class Session:
+    """One model, one learner, one sender."""
+
+    def __init__(self) -> None:
+        self._learner: Learner | None = None
+        self._sender: Sender | None = None
+        self._source = Path()
+
+    def carry_out(self, command: Command) -> Result:
+        """Do what `command` asks; errors of this project are for the caller, anything else is a crash."""
+        match command:
+            case Open():
+                return self._open(command)
+            case Fit() | Learn() | Exact() | Logprobs():
+                return self._compute(command, [sample_from_wire(sample) for sample in command.samples])
+            case Publish():
+                return self._publish(command).model_dump_json().encode()
+            case Save() | Restore() | ResetOptimizer():
+                return self._keep(command)
+            case Close():
+                return self.close()
+            case _:
+                assert_never(command)
+
+    def close(self) -> None:
+        """Remove what was published.  Idempotent."""
+        if self._sender:
+            self._sender.close()
+
+    @property
+    def _ready(self) -> Learner:
+        if self._learner is None:
+            raise TrainerError("the trainer has no model yet; call open first")
+        return self._learner
+
+    def _open(self, command: Open) -> TrainerFacts:
+        settings = LearnerSettings.model_validate_json(command.settings)
+        self._source = Path(command.model_directory)
+        policy = load_policy(self._source, settings.dtype)
+        self._learner = Learner(policy, settings, seed=command.seed, version=command.version)
+        self.close()
+        directory = settings.publication_directory
+        self._sender = Sender(Path(directory) if directory else None)
+        return self._facts()
+
+    def _facts(self) -> TrainerFacts:
+        learner = self._ready
+        policy = learner.policy
+        return TrainerFacts(
+            parameters=policy.parameters,
+            dtype=policy.dtype,
+            architecture=policy.architecture,
+            vocabulary_size=policy.vocabulary_size,
+            tokenizer_size=policy.tokenizer_size,
+            context_tokens=policy.context_tokens,
+            weight_bytes=weight_bytes(learner),
+            version=learner.version,
+            step=learner.step,
+        )
+
+    def _compute(self, command: Fit | Learn | Exact | Logprobs, samples: list[Sample]) -> Result:
+        learner = self._ready
+        match command:
+            case Fit():
+                return learner.fit(samples, SFT.model_validate_json(command.algorithm))
+            case Learn():
+                return learner.learn(samples, GRPO.model_validate_json(command.algorithm))
+            case Exact():
+                return learner.exact(samples)
+            case Logprobs():
+                return [array.tobytes() for array in learner.logprobs(samples, command.temperature)]
+
+    def _publish(self, command: Publish) -> Manifest:
+        learner = self._ready
+        if self._sender is None:
+            raise TrainerError("the trainer has no model yet; call open first")
+        learner.check_name(command.version)
+        manifest = self._sender.publish(command.version, unique_tensors(learner.policy.module.state_dict()))
+        learner.name(command.version)
+        return manifest
+
+    def _keep(self, command: Save | Restore | ResetOptimizer) -> TrainerFacts | str:
+        learner = self._ready
+        match command:
+            case Save():
+                root = Path(command.root)
+                return str(save_checkpoint(learner, root, command.version, source=self._source))
+            case Restore():
+                restore_checkpoint(learner, Path(command.path))
+            case ResetOptimizer():
+                learner.optimizer.reset(Schedule.model_validate_json(command.schedule))
+        return self._facts()

@@ -1,0 +1,135 @@
+"""What a user says about learning.  Frozen, checked once, passed in parts.
+
+`Learner` settings hold for a whole job; an algorithm (`GRPO`, `SFT`) is an argument of each step, so
+that a recipe may change from one to the other.
+"""
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Aggregation = Literal["token_mean", "sequence_mean"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Schedule(Section):
+    """Learning rate by optimizer step: linear warm-up, then a decay that ends at `total_steps`."""
+
+    learning_rate: float = Field(default=5e-4, gt=0)
+    """The highest one, reached after the warm-up."""
+
+    final_learning_rate: float = Field(default=0.0, ge=0)
+    """Where linear and cosine decay end; it stays there afterwards."""
+
+    shape: Literal["constant", "linear", "cosine"] = "constant"
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """The first step of a warm-up of n already moves, with 1/(n+1) of the rate."""
+
+    total_steps: int | None = Field(default=None, gt=0)
+    """Steps until the decay ends, warm-up included.  Needed by linear and cosine."""
+
+    @model_validator(mode="after")
+    def _decay_needs_an_end(self) -> Self:
+        if self.shape == "constant":
+            return self
+        if self.total_steps is None or self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule: shape {self.shape!r} needs total_steps above warmup_steps "
+                f"({self.warmup_steps}), not {self.total_steps}"
+            )
+        if self.final_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"schedule: final_learning_rate {self.final_learning_rate} is above "
+                f"learning_rate {self.learning_rate}"
+            )
+        return self
+
+
+class LearnerSettings(Section):
+    """How the trainer's model is kept and moved, whatever the loss."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the model that runs and is published.  bfloat16 keeps float32 master weights."""
+
+    schedule: Schedule = Schedule()
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay of the first and second moment."""
+
+    epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's denominator floor."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled; matrices only, never norms and biases."""
+
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Bound on the global norm of a step's gradient."""
+
+    microbatch_tokens: int = Field(default=4096, gt=0)
+    """Padded tokens that go through the model at once.  No effect on the gradient; bounds memory."""
+
+    publication_directory: str | None = None
+    """Where weights are published when shared memory has no room; None: the system's temporary folder."""
+
+    keep_checkpoints: int = Field(default=3, ge=1)
+    """Older ones are removed after a save."""
+
+    @model_validator(mode="after")
+    def _betas_are_shares(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: each must be in [0, 1), not {self.betas}")
+        return self
+
+
+class TIS(Section):
+    """Truncated importance sampling: weight exp(log p trainer - log p engine), clamped.
+
+    Both log-probabilities under the weights that sampled the token.
+    """
+
+    low: float = Field(default=0.0, ge=0)
+    high: float = Field(default=2.0, ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low > 1:
+            raise ValueError(f"correction: low {self.low} is above 1, so equal engines would be reweighted")
+        return self
+
+
+class SFT(Section):
+    """Supervised fine-tuning: -log p of the masked tokens."""
+
+    aggregation: Aggregation = "token_mean"
+
+
+class GRPO(Section):
+    """Group-relative policy optimization with PPO clipping."""
+
+    group_size: int = Field(default=8, ge=2)
+    """Programs per task whose rewards are compared."""
+
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The ratio may fall to 1 - clip_low before a bad choice stops being pushed down."""
+
+    clip_high: float = Field(default=0.28, ge=0)
+    """The ratio may rise to 1 + clip_high before a good choice stops being pushed up."""
+
+    normalize_std: bool = True
+    """Divide by the group's population standard deviation."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the distribution sampled from; the trainer scores under the same one."""
+
+    correction: TIS | None = TIS()
+    """Engine against trainer at equal weights, see trainer/corrections.py.  None: one ratio carries all."""
+
+    aggregation: Aggregation = "token_mean"
+    """Over the whole batch, however it is cut into micro-batches."""
+
+    zero_spread: Literal["drop", "keep"] = "drop"
+    """A group with equal rewards: dropped(no_signal), or kept with advantages of exactly zero."""

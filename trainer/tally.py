@@ -1,0 +1,93 @@
+"""Sums over a batch's masked tokens, added micro-batch by micro-batch, in float64."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sostenuto.trainer.reports import StepReport
+
+
+@dataclass(slots=True)
+class Mean:
+    """Sum and count of what was known."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, values: Tensor) -> None:
+        """Count the entries that are not NaN."""
+        known = values[~values.isnan()]
+        self.total += float(known.double().sum())
+        self.count += known.numel()
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+class Tally:
+    """What a step reports about its tokens.  Reads detached values; NaN means unknown."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.entropy = Mean()
+        self.absolute = Mean()
+        self.k3 = Mean()
+        self.engine = Mean()
+        self.update = Mean()
+        self.clipped = Mean()
+        self.truncated = Mean()
+        self.largest: float | None = None
+
+    def add_logprobs(self, current: Tensor, behaviour: Tensor, rollout: Tensor) -> None:
+        """Compare the trainer's log-probabilities (M,) with the recorded ones."""
+        difference = (current - behaviour).double()
+        self.entropy.add(-current)
+        self.absolute.add(difference.abs())
+        self.k3.add(difference.clamp(-20.0, 20.0).exp() - 1.0 - difference)
+        self.engine.add((rollout - behaviour).abs())
+        self.update.add(torch.where(behaviour.isnan(), behaviour, (current - rollout).abs()))
+        known = difference[~difference.isnan()]
+        if known.numel():
+            self.largest = max(self.largest or 0.0, float(known.abs().max()))
+
+    def add_flags(self, clipped: Tensor, truncated: Tensor) -> None:
+        self.clipped.add(clipped.double())
+        self.truncated.add(truncated.double())
+
+    def report(  # noqa: PLR0913 - one keyword for each fact that is not summed here
+        self,
+        *,
+        step: int,
+        grad_norm: float,
+        learning_rate: float,
+        samples: int,
+        micro_batches: int,
+        tokens: int,
+        masked_tokens: int,
+        elapsed_s: float,
+        cpu_s: float,
+        refused: str,
+    ) -> StepReport:
+        return StepReport(
+            step=step,
+            loss=self.loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            entropy=self.entropy.value or 0.0,
+            mean_abs_dlogp=self.absolute.value,
+            max_abs_dlogp=self.largest,
+            mismatch_k3=self.k3.value,
+            engine_difference=self.engine.value,
+            update_difference=self.update.value,
+            clip_share=self.clipped.value or 0.0,
+            truncated_share=self.truncated.value or 0.0,
+            samples=samples,
+            micro_batches=micro_batches,
+            tokens=tokens,
+            masked_tokens=masked_tokens,
+            elapsed_s=elapsed_s,
+            cpu_s=cpu_s,
+            refused=refused,
+        )

@@ -1,0 +1,55 @@
+"""The few functions of torch and safetensors whose types are incomplete, given one each."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.utils.checkpoint
+from numpy.typing import NDArray
+from torch import Tensor
+
+_torch = cast("Any", torch)
+_files = cast("Any", safetensors.torch)
+_recomputation = cast("Any", torch.utils.checkpoint)
+
+
+def as_tensor(array: NDArray[Any]) -> Tensor:
+    """A tensor over a copy of the array's memory, or over the memory itself where it is writable."""
+    return _torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    return cast("Any", tensor.detach()).numpy()
+
+
+def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The tensor's bytes in row order; contiguous CPU tensors are not copied."""
+    return cast("Any", tensor.detach().contiguous().cpu().flatten().view(torch.uint8)).numpy()
+
+
+def backpropagate(loss: Tensor) -> None:
+    cast("Any", loss).backward()
+
+
+def seed_everything(seed: int) -> None:
+    _torch.manual_seed(seed)
+
+
+def split(tensor: Tensor, rows: int) -> tuple[Tensor, ...]:
+    return cast("Any", tensor).split(rows)
+
+
+def recomputed(function: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
+    """function(left, right), computed again in the backward pass instead of kept."""
+    return _recomputation.checkpoint(function, left, right, use_reentrant=False)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    _files.save_file(tensors, str(path))
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    return _files.load_file(str(path))

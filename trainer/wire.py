@@ -1,0 +1,142 @@
+"""What crosses between the runtime and the trainer process: frames over an inherited socket pair.
+
+A frame is an 8-byte big-endian length and one msgpack message.  Requests are answered in order, one at a
+time; a reply carries the id of its request, so that the reply to a cancelled call can be told apart and
+dropped.
+"""
+
+import struct
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from sostenuto.trainer.samples import Sample
+from sostenuto.types import Version
+
+HEADER = struct.Struct(">Q")
+M = TypeVar("M")
+
+
+class WireSample(msgspec.Struct, frozen=True):
+    """A Sample; arrays as their bytes in native order (both ends are one machine)."""
+
+    token_ids: bytes
+    mask: bytes
+    logprobs: bytes
+    advantages: bytes
+    version: Version | None
+    origin: str
+    rollout_logprobs: bytes | None
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    model_directory: str
+    settings: bytes
+    """LearnerSettings as JSON."""
+    seed: int
+    version: Version | None
+
+
+class Fit(msgspec.Struct, frozen=True, tag=True):
+    samples: list[WireSample]
+    algorithm: bytes
+    """SFT as JSON."""
+
+
+class Learn(msgspec.Struct, frozen=True, tag=True):
+    samples: list[WireSample]
+    algorithm: bytes
+    """GRPO as JSON."""
+
+
+class Exact(msgspec.Struct, frozen=True, tag=True):
+    samples: list[WireSample]
+
+
+class Logprobs(msgspec.Struct, frozen=True, tag=True):
+    samples: list[WireSample]
+    temperature: float
+
+
+class Publish(msgspec.Struct, frozen=True, tag=True):
+    version: Version
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    root: str
+    version: Version
+
+
+class Restore(msgspec.Struct, frozen=True, tag=True):
+    path: str
+
+
+class ResetOptimizer(msgspec.Struct, frozen=True, tag=True):
+    schedule: bytes
+    """Schedule as JSON."""
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+Command = Open | Fit | Learn | Exact | Logprobs | Publish | Save | Restore | ResetOptimizer | Close
+
+
+class Request(msgspec.Struct, frozen=True):
+    id: int
+    command: Command
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    result: msgspec.Raw
+    """msgpack of what the command gives."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    error: str
+    """Class in sostenuto.errors."""
+    message: str
+
+
+class Reply(msgspec.Struct, frozen=True):
+    id: int
+    answer: Done | Refused
+
+
+def pack(message: Request | Reply) -> bytes:
+    """One frame."""
+    body = msgspec.msgpack.encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+def unpack(body: bytes, kind: type[M]) -> M:
+    """The message of one frame's body."""
+    return msgspec.msgpack.decode(body, type=kind)
+
+
+def sample_to_wire(sample: Sample) -> WireSample:
+    rollout = sample.rollout_logprobs
+    return WireSample(
+        token_ids=sample.token_ids.astype(np.int32, copy=False).tobytes(),
+        mask=sample.mask.astype(np.bool_, copy=False).tobytes(),
+        logprobs=sample.logprobs.astype(np.float32, copy=False).tobytes(),
+        advantages=sample.advantages.astype(np.float32, copy=False).tobytes(),
+        version=sample.version,
+        origin=sample.origin,
+        rollout_logprobs=None if rollout is None else rollout.astype(np.float32, copy=False).tobytes(),
+    )
+
+
+def sample_from_wire(wire: WireSample) -> Sample:
+    rollout = wire.rollout_logprobs
+    return Sample(
+        token_ids=np.frombuffer(wire.token_ids, dtype=np.int32),
+        mask=np.frombuffer(wire.mask, dtype=np.bool_),
+        logprobs=np.frombuffer(wire.logprobs, dtype=np.float32),
+        advantages=np.frombuffer(wire.advantages, dtype=np.float32),
+        version=wire.version,
+        origin=wire.origin,
+        rollout_logprobs=None if rollout is None else np.frombuffer(rollout, dtype=np.float32),
+    )
