@@ -31,6 +31,8 @@ class Blueprint:
     """Written into the workspace before the shell starts; relative paths."""
     environment: dict[str, str] = field(default_factory=dict[str, str])
     limits: SandboxLimits = SandboxLimits()
+    shell: str = "sh"
+    """`sh` or `bash`.  After a deadline `sh` keeps its directory and variables; `bash` starts afresh."""
 
 
 @dataclass(frozen=True, slots=True)

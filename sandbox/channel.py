@@ -1,0 +1,125 @@
+"""The three pipes between this process and a shell: commands in, output out, status lines out.
+
+Output and status are read together, so that a shell never blocks on one while we wait for the other.
+"""
+
+import array
+import fcntl
+import os
+import select
+import termios
+from collections import deque
+from contextlib import suppress
+
+import anyio
+
+from sostenuto.errors import SandboxError
+from sostenuto.sandbox.output import HeadTail
+
+_CHUNK_BYTES = 65536
+_STATUS_BYTES = 65536
+"""A status line is shorter than a hundred bytes; this much without an end is no status."""
+_FREE_FLOW_BYTES = 16 << 20
+_BRAKE_S = 0.002
+"""Beyond the free flow one chunk is read per brake: a flood then costs little, and the writer waits."""
+
+
+class Channel:
+    """Owns its descriptors; `close` is idempotent.  Methods raise SandboxError once the far end is gone."""
+
+    def __init__(self) -> None:
+        self.far_ends: tuple[int, int, int]
+        """stdin, stdout and stderr of the process to start, until `close_far_ends`."""
+        stdin, self._commands = os.pipe2(os.O_CLOEXEC)
+        self._output, stdout = os.pipe2(os.O_CLOEXEC)
+        self._status, stderr = os.pipe2(os.O_CLOEXEC)
+        self.far_ends = (stdin, stdout, stderr)
+        self._poll = select.epoll()
+        for fd in (self._output, self._status):
+            self._poll.register(fd, select.EPOLLIN)
+        for fd in (self._commands, self._output, self._status):
+            os.set_blocking(fd, False)
+        self._lines: deque[str] = deque()
+        self._partial = b""
+        self._ended = False
+        self._closed = False
+
+    @property
+    def ended(self) -> bool:
+        return self._ended or self._closed
+
+    @property
+    def remains(self) -> str:
+        """Status text that is no complete line: what a launcher said before it gave up."""
+        return " ".join([*self._lines, self._partial.decode(errors="replace")]).strip()
+
+    def close_far_ends(self) -> None:
+        for fd in self.far_ends:
+            os.close(fd)
+        self.far_ends = (-1, -1, -1)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for fd in (self._poll.fileno(), self._commands):
+                anyio.notify_closing(fd)
+            self._poll.close()
+            for fd in (self._commands, self._output, self._status, *self.far_ends):
+                if fd >= 0:
+                    os.close(fd)
+
+    async def send(self, text: str) -> None:
+        """Give the shell all of `text` to read."""
+        rest = memoryview(text.encode(errors="replace"))
+        while rest:
+            if self.ended:
+                raise SandboxError("the sandbox has ended")
+            try:
+                rest = rest[os.write(self._commands, rest) :]
+            except BlockingIOError:
+                with suppress(anyio.ClosedResourceError):
+                    await anyio.wait_writable(self._commands)
+            except BrokenPipeError:
+                self._ended = True
+
+    async def line(self, sink: HeadTail) -> str:
+        """The next status line; what the shell prints until then goes to `sink`."""
+        while not self._lines:
+            if self.ended:
+                raise SandboxError("the sandbox has ended")
+            try:
+                await anyio.wait_readable(self._poll.fileno())
+            except anyio.ClosedResourceError:
+                continue
+            self._read_ready(sink)
+            if sink.total_bytes > _FREE_FLOW_BYTES:
+                await anyio.sleep(_BRAKE_S)
+        return self._lines.popleft()
+
+    def _read_ready(self, sink: HeadTail) -> None:
+        for fd, _ in self._poll.poll(0):
+            chunk = os.read(fd, _CHUNK_BYTES)
+            if fd == self._output and chunk:
+                sink.add(chunk)
+            elif fd == self._output:
+                self._poll.unregister(fd)
+            else:
+                self._read_status(chunk)
+
+    def _read_status(self, chunk: bytes) -> None:
+        *lines, self._partial = (self._partial + chunk).split(b"\n")
+        self._lines.extend(line.decode(errors="replace") for line in lines)
+        if not chunk or len(self._partial) > _STATUS_BYTES:
+            self._ended = True
+
+    def drain(self, sink: HeadTail) -> None:
+        """Take the output that is there now, and not what a background process goes on to write."""
+        waiting = array.array("i", [0])
+        fcntl.ioctl(self._output, termios.FIONREAD, waiting)
+        rest = waiting[0]
+        while rest > 0:
+            chunk = os.read(self._output, min(rest, _CHUNK_BYTES))
+            if not chunk:
+                return
+            sink.add(chunk)
+            rest -= len(chunk)

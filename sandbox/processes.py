@@ -1,0 +1,159 @@
+"""Facts about processes, read from /proc, and signals to whole trees.
+
+- A tree is a process and all its descendants; who forks while it is walked is found by the next sweep.
+- A process is named by (pid, start time): a pid alone may have been given out again.
+- Only the standard library is imported: the supervisor of a sandbox loads this file and little else.
+"""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PROC = Path("/proc")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_SWEEPS = 200
+_GONE = (FileNotFoundError, ProcessLookupError)
+
+
+def boot_id() -> str:
+    """Differs after every boot, so that a start time is not compared with another boot's."""
+    with suppress(OSError):
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return "unknown"
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; empty when the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - several times cheaper than Path here
+            text = file.read()
+    except _GONE:
+        return []
+    return text[text.rindex(b")") + 2 :].decode().split()
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot; None when it is gone or a zombie."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] not in {"Z", "X"} else None
+
+
+def now_ticks() -> int:
+    """The present on the clock of `start_ticks`."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S)
+
+
+def is_alive(pid: int, started_ticks: int) -> bool:
+    return start_ticks(pid) == started_ticks
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(*_GONE):
+        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - names are all that is needed
+            with suppress(*_GONE), open(f"/proc/{pid}/task/{task}/children", "rb") as file:  # noqa: PTH123
+                found += map(int, file.read().split())
+    return found
+
+
+def descendants(pid: int, *, since_ticks: int = 0) -> list[int]:
+    """Everything below `pid`, parents first.
+
+    With `since_ticks`, only those that started then or later.
+    """
+    found: list[int] = []
+    front = children(pid)
+    while front:
+        found += front
+        front = [grandchild for child in front for grandchild in children(child)]
+    if not since_ticks:
+        return found
+    return [child for child in found if (start_ticks(child) or 0) >= since_ticks]
+
+
+def ancestors(pid: int, *, among: list[int]) -> list[int]:
+    """The chain above `pid` as far as it stays within `among`, nearest first."""
+    chain: list[int] = []
+    while (fields := _stat(pid)) and (pid := int(fields[1])) in among:
+        chain.append(pid)
+    return chain
+
+
+def namespaced_pid(pid: int) -> int | None:
+    """The pid that the process has in its own pid namespace."""
+    with suppress(*_GONE):
+        for line in (PROC / str(pid) / "status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    return None
+
+
+def send(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _running(pids: list[int]) -> list[int]:
+    """Those that are neither stopped nor dead."""
+    states = ((pid, _stat(pid)) for pid in pids)
+    return [pid for pid, fields in states if fields and fields[0] not in "TtZX"]
+
+
+def freeze(pid: int, *, root_too: bool = False) -> list[int]:
+    """Stop the tree below `pid`, sweeping until a sweep finds nothing running; returns its pids.
+
+    Raises TimeoutError when processes keep appearing.
+    """
+    for sweep in range(_SWEEPS):
+        tree = [pid, *descendants(pid)] if root_too else descendants(pid)
+        running = _running(tree)
+        if not running:
+            return tree
+        send(running, signal.SIGSTOP)
+        if sweep:
+            time.sleep(0.0005)  # a stop takes effect when the process next leaves the kernel
+    raise TimeoutError(f"processes below {pid} could not be stopped")
+
+
+def thaw(pid: int) -> None:
+    """Let the tree below `pid` go on, children first."""
+    send(descendants(pid)[::-1], signal.SIGCONT)
+
+
+def end_below(pid: int) -> None:
+    """Kill everything below `pid`, which must be able to reap it or be their namespace's end.
+
+    Raises TimeoutError when something is left.
+    """
+    for sweep in range(_SWEEPS):
+        alive = [child for child in descendants(pid) if start_ticks(child) is not None]
+        if not alive:
+            return
+        send(alive, signal.SIGSTOP)
+        send(alive, signal.SIGKILL)
+        if sweep:
+            time.sleep(0.0005)
+    raise TimeoutError(f"processes below {pid} could not be ended")
+
+
+def end_tree(pid: int) -> None:
+    """Kill `pid` and everything below it; orphans of the tree cannot escape, since it is stopped first."""
+    try:
+        tree = freeze(pid, root_too=True)
+    except TimeoutError:
+        tree = [pid, *descendants(pid)]
+    send(tree, signal.SIGKILL)
+
+
+def with_environment(marker: bytes) -> list[int]:
+    """Processes that were started with `marker` (NAME=value) in their environment."""
+    found: list[int] = []
+    for entry in PROC.iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if marker in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found

@@ -1,0 +1,187 @@
+"""A persistent shell inside a sandbox.
+
+A guard (always `sh`) sets the limits and starts the shell proper, again whenever that ends.  Its stderr
+is the status pipe; commands never see it:
+
+    go                     to the guard: start a shell
+    ready PID              from a new shell
+    TOKEN CODE             a command is done; the token is drawn for each command
+    exit CODE              from the guard: the shell is gone
+
+- A command is one line, `command eval 'TEXT'`, so nothing in TEXT can swallow the status that follows it,
+  and an error that would end a non-interactive shell ends the command alone.
+- At a deadline everything younger than the command is killed, and USR1 makes the shell give the command up
+  (its trap fails on purpose).  A shell that ignores this, or is bash, is killed; the guard starts another.
+- One command at a time; background processes of earlier commands live on.
+"""
+
+import secrets
+import shlex
+import signal
+from contextlib import suppress
+
+import anyio
+
+from sostenuto.errors import SandboxError
+from sostenuto.sandbox import processes
+from sostenuto.sandbox.channel import Channel
+from sostenuto.sandbox.output import HeadTail
+from sostenuto.sandbox.protocol import Blueprint, ShellResult
+
+SHELLS = {"sh": "/bin/sh", "bash": "bash --noprofile --norc"}
+_COMMAND_BYTES = 1 << 20
+_REPLY_S = 10.0
+"""For answers that need no command to run; far above what a loaded machine needs."""
+_PATIENCE_S = 0.05
+_ATTEMPTS = 10
+_NOBODY_LISTENS = 126
+"""Exit code of a command that was not run, as shells have it."""
+
+
+def guard_script(blueprint: Blueprint, folder: str) -> str:
+    """What the guard runs under `sh -c`; shells start in `folder`."""
+    limits = blueprint.limits
+    return (
+        f"cd {shlex.quote(folder)} || exit; exec 9>&2 8>&1 2>&1; "
+        f"ulimit -c 0; ulimit -t {limits.cpu_s}; ulimit -f {limits.file_bytes // 512}; "
+        f"ulimit -n {limits.open_files}; ulimit -v {limits.memory_bytes // 1024}; "
+        # The option is -p in dash and busybox, -u in bash.
+        f"ulimit -p {limits.processes} 2>/dev/null || ulimit -u {limits.processes}; "
+        'while read -r word; do [ "$word" = go ] || continue; '
+        f"{SHELLS[blueprint.shell]}; printf 'exit %d\\n' $? >&9; done"
+    )
+
+
+_PROLOGUE = (
+    "trap 'exec 2>/dev/null; : \"${sostenuto_deadline:?}\"' USR1; command printf 'ready %d\\n' $$ >&9\n"
+)
+
+
+class PersistentShell:
+    """Runs commands through `channel`; `launcher` is the process above the guard."""
+
+    def __init__(self, channel: Channel, launcher: int) -> None:
+        self._channel = channel
+        self._launcher = launcher
+        self._shell_pid = 0
+        """As the sandbox counts."""
+        self._turn = anyio.Lock()
+        self._unfinished_since: int | None = None
+        """Start of a command that may still be running, in clock ticks."""
+
+    async def start(self) -> None:
+        """Start a shell in the workspace; raises SandboxError with the launcher's words when none comes."""
+        try:
+            with anyio.fail_after(_REPLY_S):
+                await self._channel.send(f"go\n{_PROLOGUE}")
+                self._shell_pid = int((await self._expect("ready", HeadTail(1024)))[1])
+        except (SandboxError, TimeoutError) as exc:
+            said = self._channel.remains
+            raise SandboxError(f"no shell came up{': ' if said else ''}{said}") from exc
+
+    async def run(self, command: str, timeout_s: float, output_bytes: int) -> ShellResult:
+        """Run one command to its end or its deadline; cancelled, it ends the command."""
+        refusal = _refusal(command)
+        if refusal:
+            return ShellResult(_NOBODY_LISTENS, refusal)
+        async with self._turn:
+            if self._unfinished_since is not None:  # the last one was cancelled twice
+                await self._recover(HeadTail(1024))
+            return await self._run(command, timeout_s, HeadTail(output_bytes))
+
+    async def _run(self, command: str, timeout_s: float, sink: HeadTail) -> ShellResult:
+        started_s = anyio.current_time()
+        self._unfinished_since = processes.now_ticks()
+        code: int | None = None
+        try:
+            with anyio.move_on_after(timeout_s):
+                code = await self._execute(command, sink)
+                self._unfinished_since = None
+        finally:
+            if self._unfinished_since is not None and not self._channel.ended:
+                await self._recover(sink)
+        if self._channel.ended:
+            raise SandboxError("the sandbox has ended")
+        self._channel.drain(sink)
+        output, cut_bytes = sink.text()
+        return ShellResult(code, output, cut_bytes, anyio.current_time() - started_s)
+
+    async def _execute(self, command: str, sink: HeadTail) -> int:
+        token = secrets.token_hex(16)
+        await self._channel.send(
+            f"command eval {shlex.quote(command)} </dev/null >&8 2>&8 8>&- 9>&-; {_report(token)}\n"
+        )
+        word, code = await self._expect(token, sink)
+        if word == "exit":
+            await self.start()
+        return int(code)
+
+    async def _expect(self, wanted: str, sink: HeadTail) -> tuple[str, str]:
+        """The next status line that says `wanted` or `exit`; others are late news of ended commands."""
+        while True:
+            word, _, value = (await self._channel.line(sink)).partition(" ")
+            if word in {wanted, "exit"} and value.isdigit():
+                if word == "exit" and wanted == "ready":
+                    raise SandboxError(f"the shell ended with code {value} before it was ready")
+                return word, value
+
+    async def _recover(self, sink: HeadTail) -> None:
+        with anyio.move_on_after(2 * _REPLY_S, shield=True) as scope:
+            await self._end_command(sink)
+        if scope.cancelled_caught:
+            raise SandboxError("a command could not be ended")
+
+    async def _end_command(self, sink: HeadTail) -> None:
+        """Kill what the unfinished command started and bring the shell, or a new one, to its prompt."""
+        since_ticks = self._unfinished_since or 0
+        guard = self._guarded()
+        processes.send(guard, signal.SIGCONT)  # a paused shell could not answer
+        alive = await self._give_up(guard, since_ticks, sink)
+        self._kill_young(guard, since_ticks)
+        if not alive:
+            await self.start()
+        self._unfinished_since = None
+
+    async def _give_up(self, guard: list[int], since_ticks: int, sink: HeadTail) -> bool:
+        """Whether the shell itself survived."""
+        for attempt in range(_ATTEMPTS):
+            if attempt % 4 == 0:
+                processes.send(guard[:1], signal.SIGUSR1)
+            self._kill_young(guard, since_ticks)
+            with anyio.move_on_after(_PATIENCE_S):
+                return await self._is_at_prompt(await self._channel.line(sink))
+        processes.send(guard[:1], signal.SIGKILL)
+        with anyio.fail_after(_REPLY_S):
+            await self._expect("exit", sink)
+        return False
+
+    async def _is_at_prompt(self, line: str) -> bool:
+        """After the command's last line: a second USR1 may have come too late and ended the shell."""
+        if line.startswith("exit "):
+            return False
+        token = secrets.token_hex(16)
+        await self._channel.send(f"{_report(token)}\n")
+        return (await self._expect(token, HeadTail(1024)))[0] == token
+
+    def _guarded(self) -> list[int]:
+        """Host pids of the shell and of what stands above it, which a deadline spares; the shell first."""
+        tree = processes.descendants(self._launcher)
+        for pid in tree:
+            if processes.namespaced_pid(pid) == self._shell_pid:
+                return [pid, *processes.ancestors(pid, among=tree)]
+        raise SandboxError("the sandbox has no shell any more")
+
+    def _kill_young(self, guard: list[int], since_ticks: int) -> None:
+        young = processes.descendants(self._launcher, since_ticks=since_ticks)
+        processes.send([pid for pid in young if pid not in guard], signal.SIGKILL)
+
+
+def _report(token: str) -> str:
+    return f"command printf '%s %d\\n' {token} $? >&9"
+
+
+def _refusal(command: str) -> str:
+    with suppress(UnicodeEncodeError):
+        if len(command.encode()) > _COMMAND_BYTES:
+            return f"the command is longer than {_COMMAND_BYTES} bytes; write it to a file and run that"
+    return "the command has a zero byte" if "\0" in command else ""
