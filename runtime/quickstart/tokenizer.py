@@ -7,10 +7,14 @@
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from sostenuto.envs.storeroom.demonstrations import warm_start
 from sostenuto.envs.storeroom.world import LARGEST_COUNT, NOUNS, PLACES
 from sostenuto.types import Message
 
@@ -19,6 +23,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SPECIAL_TOKENS = (END, *ROLES)
 TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")
 LARGEST_VOCABULARY = 768
+DEMONSTRATIONS = 500
 
 CHAT_TEMPLATE = (
     "{%- if tools -%}"
@@ -63,6 +68,17 @@ def train_tokenizer(demonstrations: Iterable[list[Message]]) -> Tokenizer:
     tags = [AddedToken(tag, special=False, normalized=False) for tag in TOOL_CALL_TAGS]
     cast("Any", tokenizer).add_tokens(tags)  # its own type is partial
     return tokenizer
+
+
+def tokenizer_material(seed: int) -> list[list[Message]]:
+    """Demonstrations and lessons, half and half, enough to learn every word that they are made of."""
+    return list(islice(warm_start(seed, 1, lessons_at_start=0.5, lessons_at_end=0.5), DEMONSTRATIONS))
+
+
+def copyable_ids(tokenizer: Tokenizer) -> NDArray[np.int32]:
+    """Every token but the special tokens and tags: what copy pre-training draws from."""
+    apart = {tokenizer.token_to_id(text) for text in (*SPECIAL_TOKENS, *TOOL_CALL_TAGS)}
+    return np.array([id_ for id_ in range(tokenizer.get_vocab_size()) if id_ not in apart], dtype=np.int32)
 
 
 def _texts(demonstrations: Iterable[list[Message]]) -> Iterator[str]:
