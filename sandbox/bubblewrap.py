@@ -32,8 +32,8 @@ _NAMESPACES = (
 )  # fmt: skip
 _REFUSED = (
     "user namespaces are refused. On Ubuntu 23.10 and later, allow them to bwrap: put "
-    "'abi <abi/4.0>, profile bwrap {path} flags=(unconfined) {{ userns, }}' into /etc/apparmor.d/bwrap and run "
-    "'sudo apparmor_parser -r /etc/apparmor.d/bwrap'; or allow them to every program: "
+    "'abi <abi/4.0>, profile bwrap {path} flags=(unconfined) {{ userns, }}' into /etc/apparmor.d/bwrap "
+    "and run 'sudo apparmor_parser -r /etc/apparmor.d/bwrap'; or allow them to every program: "
     "'sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0'. A container needs the options "
     "'--security-opt seccomp=unconfined --security-opt apparmor=unconfined'"
 )

@@ -68,6 +68,10 @@ class PersistentShell:
         self._turn = anyio.Lock()
         self._unfinished_since: int | None = None
         """Start of a command that may still be running, in clock ticks."""
+        self._idle_since = 0
+        """End of the last command, in clock ticks."""
+        self._older: list[int] = []
+        """Processes of earlier commands whose start time does not tell them from the present one's."""
 
     async def start(self) -> None:
         """Start a shell in the workspace; raises SandboxError with the launcher's words when none comes."""
@@ -92,6 +96,7 @@ class PersistentShell:
     async def _run(self, command: str, timeout_s: float, sink: HeadTail) -> ShellResult:
         started_s = anyio.current_time()
         self._unfinished_since = processes.now_ticks()
+        self._older = self._young(self._unfinished_since) if self._unfinished_since <= self._idle_since else []
         code: int | None = None
         try:
             with anyio.move_on_after(timeout_s):
@@ -102,6 +107,7 @@ class PersistentShell:
                 await self._recover(sink)
         if self._channel.ended:
             raise SandboxError("the sandbox has ended")
+        self._idle_since = processes.now_ticks()
         self._channel.drain(sink)
         output, cut_bytes = sink.text()
         return ShellResult(code, output, cut_bytes, anyio.current_time() - started_s)
@@ -172,8 +178,11 @@ class PersistentShell:
         raise SandboxError("the sandbox has no shell any more")
 
     def _kill_young(self, guard: list[int], since_ticks: int) -> None:
-        young = processes.descendants(self._launcher, since_ticks=since_ticks)
-        processes.send([pid for pid in young if pid not in guard], signal.SIGKILL)
+        spared = {*guard, *self._older}
+        processes.send([pid for pid in self._young(since_ticks) if pid not in spared], signal.SIGKILL)
+
+    def _young(self, since_ticks: int) -> list[int]:
+        return processes.descendants(self._launcher, since_ticks=since_ticks)
 
 
 def _report(token: str) -> str:

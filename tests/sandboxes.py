@@ -1,0 +1,72 @@
+"""What the sandbox tests share: backends by name, a root that every user can enter, and what was left over."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import anyio
+
+from sostenuto.sandbox.bubblewrap import BubblewrapBackend
+from sostenuto.sandbox.landlock import LandlockBackend
+from sostenuto.sandbox.plain import ProcessBackend
+from sostenuto.sandbox.protocol import Backend, Blueprint, Sandbox
+
+ISOLATING = ("bubblewrap", "landlock")
+ALL = (*ISOLATING, "process")
+
+
+@contextmanager
+def sandbox_root() -> Generator[Path]:
+    """Not `tmp_path`: pytest keeps other users out of that, and a sandbox may have a user of its own."""
+    root = Path(tempfile.mkdtemp(prefix="sostenuto-test-"))
+    root.chmod(0o711)
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root)
+
+
+def backend_of(name: str, root: Path) -> Backend:
+    if name == "process":
+        return ProcessBackend(root, unsafe=True)
+    return BubblewrapBackend(root) if name == "bubblewrap" else LandlockBackend(root)
+
+
+@asynccontextmanager
+async def running(kind: str, blueprint: Blueprint | None = None) -> AsyncGenerator[tuple[Sandbox, Path]]:
+    """A sandbox and its root; afterwards it is stopped and nothing of it may be left."""
+    with sandbox_root() as root:
+        sandbox = await backend_of(kind, root).start("tested", blueprint or Blueprint())
+        try:
+            yield sandbox, root
+        finally:
+            await sandbox.stop()
+        assert left_processes(root) == []
+        assert list(root.iterdir()) == []
+
+
+async def output_of(sandbox: Sandbox, command: str) -> str:
+    return (await sandbox.shell(command, timeout_s=20)).output.strip()
+
+
+def left_processes(root: Path) -> list[str]:
+    """Command lines of other processes that were started for a sandbox under `root`."""
+    found: list[str] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                words = (entry / "cmdline").read_bytes()
+                if str(root).encode() in words + (entry / "environ").read_bytes():
+                    found.append(words.replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
+async def nothing_left(root: Path) -> bool:
+    """Whether every process of `root` is gone within seconds of its owner."""
+    with anyio.move_on_after(10):
+        while left_processes(root):
+            await anyio.sleep(0.01)
+    return not left_processes(root)

@@ -1,0 +1,174 @@
+"""What a hostile program inside tries, against each backend that isolates."""
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import landlockpy
+import pytest
+
+from sandboxes import ISOLATING, backend_of, left_processes, output_of, running, sandbox_root
+from sostenuto.errors import SandboxError
+from sostenuto.sandbox.protocol import Blueprint, SandboxLimits
+
+each_backend = pytest.mark.parametrize("kind", ISOLATING)
+
+
+def python(code: str) -> str:
+    """A command that runs `code` and prints what it raises."""
+    quoted = code.replace("'", '"')
+    return f"python3 -c '\ntry:\n  {quoted}\nexcept BaseException as e: print(type(e).__name__, e)\n' 2>&1"
+
+
+@each_backend
+async def test_the_system_cannot_be_written(kind: str):
+    async with running(kind) as (sandbox, _):
+        for path in ("/usr/x", "/etc/x", "/bin/x", "/x", "/dev/x", "/proc/sys/kernel/hostname", "/root/x", "/var/x"):
+            assert (await sandbox.shell(f"echo bad > {path}", timeout_s=20)).exit_code != 0, path
+            assert not Path(path).is_file() or Path(path).read_text() != "bad\n"
+
+
+@each_backend
+async def test_homes_and_secrets_of_the_system_cannot_be_read(kind: str, tmp_path: Path):
+    (tmp_path / "secret").write_text("hidden")
+    async with running(kind) as (sandbox, _):
+        for path in ("/root", "/home", "/etc/shadow", "/var/log", "/run", "/sys/kernel", str(tmp_path / "secret")):
+            seen = await sandbox.shell(f"cat {path}/* {path} && ls {path}/.ssh", timeout_s=20)
+            assert seen.exit_code != 0, path
+            assert "hidden" not in seen.output
+
+
+@each_backend
+async def test_another_sandbox_cannot_be_seen_or_touched(kind: str):
+    with sandbox_root() as root:
+        backend = backend_of(kind, root)
+        one, other = await backend.start("one", Blueprint()), await backend.start("other", Blueprint())
+        try:
+            await one.write("secret", b"hidden")
+            await one.shell("chmod 644 secret; chmod 755 .; sleep 1000 & echo $!", timeout_s=20)
+            where = next(path for path in root.iterdir() if (path / "workspace" / "secret").exists())
+            for command in (f"cat {where}/workspace/secret", f"ls {where}", f"ls {root}", f"touch {where}/tmp/x"):
+                assert (await other.shell(command, timeout_s=20)).exit_code != 0, command
+            hunt = "for p in /proc/[0-9]*; do cat $p/cwd/secret $p/root/secret $p/environ 2>/dev/null; done"
+            assert "hidden" not in await output_of(other, hunt)
+        finally:
+            await one.stop()
+            await other.stop()
+
+
+@each_backend
+async def test_variables_of_the_runtime_do_not_reach_a_sandbox(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("API_KEY", "hunter2")
+    async with running(kind) as (sandbox, _):
+        assert "hunter2" not in await output_of(sandbox, "env; cat /proc/*/environ 2>/dev/null | tr '\\0' '\\n'")
+
+
+@each_backend
+async def test_there_is_no_network(kind: str):
+    abstract = "\0sostenuto-test-" + str(os.getpid())
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(abstract)
+        unix.listen()
+        port = tcp.getsockname()[1]
+        async with running(kind) as (sandbox, _):
+            code = f'import socket; socket.create_connection(("127.0.0.1", {port}), 5); print("REACHED")'
+            seen = await output_of(sandbox, python(code))
+            assert "Error" in seen
+            assert "REACHED" not in seen
+            name = abstract.replace("\0", "\\0")
+            code = f'import socket; socket.socket(socket.AF_UNIX).connect("{name}"); print("REACHED")'
+            assert "REACHED" not in await output_of(sandbox, python(code))
+            code = 'import socket; a, b = socket.socketpair(); a.send(b"pair works"); print(b.recv(99))'
+            assert "pair works" in await output_of(sandbox, python(code))
+
+
+@each_backend
+@pytest.mark.parametrize("call", ["unshare -U true", "unshare -m true", "unshare -r true", "mount -t tmpfs x ."])
+async def test_namespaces_and_mounts_cannot_be_made(kind: str, call: str):
+    async with running(kind) as (sandbox, _):
+        assert (await sandbox.shell(call, timeout_s=20)).exit_code != 0
+
+
+@each_backend
+async def test_processes_outside_cannot_be_traced_or_killed(kind: str):
+    if kind == "landlock" and landlockpy.abi_version() < 6 and os.geteuid() != 0:
+        pytest.skip("Landlock before ABI 6 does not confine signals, as `isolation` says")
+    outside = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    try:
+        async with running(kind) as (sandbox, _):
+            await sandbox.shell(f"kill -9 {outside.pid}; kill -9 {os.getpid()}", timeout_s=20)
+            trace = f"import ctypes; print(ctypes.CDLL(None).ptrace(16, {outside.pid}, 0, 0))"
+            assert await output_of(sandbox, python(trace)) == "-1"
+            with suppress(SandboxError):  # it ends itself
+                await sandbox.shell("kill -9 -1", timeout_s=5)
+            assert outside.poll() is None
+    finally:
+        outside.kill()
+        outside.wait()
+
+
+@each_backend
+async def test_a_fork_bomb_is_bounded_and_ends_with_its_deadline(kind: str):
+    limits = SandboxLimits(processes=40)
+    async with running(kind, Blueprint(limits=limits)) as (sandbox, root):
+        shared_user = 0 if kind == "bubblewrap" or os.geteuid() == 0 else _processes_of_user()
+        if shared_user >= limits.processes:
+            pytest.skip("without a user of its own, the limit counts this user's other processes too")
+        bomb = "f() { f & f & sleep 1; }; f; while :; do f; done"
+        await sandbox.shell(bomb, timeout_s=0.5)
+        assert len(left_processes(root)) <= limits.processes + 3
+        assert await output_of(sandbox, "echo alive") == "alive"
+
+
+def _processes_of_user() -> int:
+    return sum(entry.owner() == Path("/proc/self").owner() for entry in Path("/proc").glob("[0-9]*"))
+
+
+@each_backend
+async def test_limits_on_memory_files_and_descriptors_hold(kind: str):
+    limits = SandboxLimits(memory_bytes=512 << 20, file_bytes=1 << 20, open_files=64)
+    async with running(kind, Blueprint(limits=limits)) as (sandbox, _):
+        assert "MemoryError" in await output_of(sandbox, python("bytearray(600 << 20)"))
+        await sandbox.shell("head -c 3000000 /dev/zero > big", timeout_s=20)
+        assert await output_of(sandbox, "wc -c < big") == str(1 << 20)
+        opened = await output_of(sandbox, python('x = [open("/dev/null") for _ in range(100)]'))
+        assert "Too many open files" in opened
+        raised = await sandbox.shell("ulimit -v unlimited", timeout_s=20)
+        assert raised.exit_code != 0
+        assert await output_of(sandbox, "echo alive") == "alive"
+
+
+async def test_temporary_files_in_memory_are_bounded():
+    limits = SandboxLimits(memory_bytes=64 << 20)
+    async with running("bubblewrap", Blueprint(limits=limits)) as (sandbox, _):
+        for folder in ("/tmp", "/dev/shm"):
+            fill = f"for i in 1 2 3 4 5 6 7 8; do head -c 16000000 /dev/zero > {folder}/$i; done; rm {folder}/*"
+            assert "No space left" in (await sandbox.shell(fill, timeout_s=20)).output
+
+
+@each_backend
+async def test_a_sandbox_has_no_privileges(kind: str):
+    async with running(kind) as (sandbox, _):
+        status = dict(
+            line.split(":", 1)
+            for line in (await output_of(sandbox, "cat /proc/self/status")).splitlines()
+            if ":" in line
+        )
+        assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == int(status["CapAmb"], 16) == 0
+        assert (status["NoNewPrivs"].strip(), status["Seccomp"].strip()) == ("1", "2")
+
+
+async def test_a_sandbox_sees_only_its_own_processes_under_bubblewrap():
+    async with running("bubblewrap") as (sandbox, _):
+        assert int(await output_of(sandbox, "ls -d /proc/[0-9]* | wc -l")) < 10
+        assert await output_of(sandbox, "hostname") == "sandbox"
+
+
+async def test_a_command_has_neither_the_status_pipe_nor_the_command_pipe():
+    async with running("bubblewrap") as (sandbox, _):
+        assert (await sandbox.shell("echo x >&9; echo y >&8; (exit 5)", timeout_s=20)).exit_code == 5
+        seen = await output_of(sandbox, "ls -l /proc/self/fd | grep -c pipe; cat")
+        assert seen == "2"  # ls writes to grep, and its errors to the output
