@@ -3,10 +3,11 @@
 import json
 from collections.abc import Mapping
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from sostenuto.runtime.engines.wire import FinishReason, GenerateReply, WireVersionSpan
 from sostenuto.tools.wire import ToolSchema
@@ -108,8 +109,18 @@ def byte_level() -> str:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
-    return tokenizer.to_str()
+    return _with_tokens(tokenizer, MARKUP, special=False)
+
+
+def _with_tokens(tokenizer: Tokenizer, texts: tuple[str, ...], *, special: bool) -> str:
+    tree: dict[str, Any] = json.loads(tokenizer.to_str())
+    fresh = count(tokenizer.get_vocab_size())
+    for text in texts:
+        known = tokenizer.token_to_id(text)
+        id_ = next(fresh) if known is None else known
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tree["added_tokens"].append({"id": id_, "content": text, "special": special, **flags})
+    return json.dumps(tree)
 
 
 @cache
@@ -133,8 +144,7 @@ def word_level() -> str:
     words = ["<unk>", *SPECIALS, "user", "assistant", "system", "tool", "hello", "world", "\n", "a", "b"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    tokenizer.add_special_tokens(["<unk>", *SPECIALS])
-    return tokenizer.to_str()
+    return _with_tokens(tokenizer, ("<unk>", *SPECIALS), special=True)
 
 
 def write_folder(

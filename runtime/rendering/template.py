@@ -163,7 +163,7 @@ class Dialect:
         return translated
 
     def _joins(self, message: Message, before: Sequence[Translated]) -> bool:
-        """Results of parallel calls are one message where they come as the user's: roles may have to alternate."""
+        """Parallel results are one message where they come as the user's: roles may have to alternate."""
         in_a_row = bool(before) and before[-1].producer is Producer.ENVIRONMENT
         return message.role == "tool" and not self.takes_tool_role and in_a_row
 
