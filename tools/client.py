@@ -77,7 +77,6 @@ class ToolServerClient:
                 headers=self._headers,
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None),
-                auto_decompress=False,
             )
         )
         return self

@@ -25,6 +25,11 @@ def cut_middle(text: str, max_bytes: int) -> Cut:
     return Cut(head + _line(cut_bytes) + tail, cut_bytes)
 
 
+def is_cut(text: str) -> bool:
+    """Whether a line in the text says that some of it is gone; sandboxes write the same line."""
+    return " bytes cut ...]" in text
+
+
 def _tail(data: bytes, size_bytes: int) -> str:
     start = len(data) - size_bytes
     while start < len(data) and data[start] & 0xC0 == 0x80:

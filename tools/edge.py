@@ -11,7 +11,7 @@ from pydantic import BaseModel, JsonValue, TypeAdapter
 from pydantic_core import PydanticSerializationError, to_json
 
 from sostenuto.errors import SostenutoError
-from sostenuto.tools.cut import cut_middle
+from sostenuto.tools.cut import cut_middle, is_cut
 from sostenuto.tools.refused import refusal
 from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.wire import Refusal
@@ -29,15 +29,15 @@ class Edge:
 
     def observation(self, result: ToolResult, output_bytes: int | None) -> ToolResult:
         """The result as it may be recorded: without secrets, within the tool's cap or the common one."""
-        text = self.cut_text(_encodable(result.content), result.cut_bytes)
+        text = self.text(_encodable(result.content))
         cut = cut_middle(text, output_bytes or self.output_bytes)
         if cut.text is result.content:
             return result
         return replace(result, content=cut.text, cut_bytes=result.cut_bytes + cut.cut_bytes)
 
-    def cut_text(self, text: str, cut_bytes: int) -> str:
-        """A text of which `cut_bytes` were cut somewhere before, without secrets."""
-        return self.secrets.redact_cut(text) if cut_bytes else self.secrets.redact(text)
+    def text(self, text: str) -> str:
+        """The text without secrets, and without pieces of secrets where it was cut before."""
+        return self.secrets.redact_cut(text) if is_cut(text) else self.secrets.redact(text)
 
     def refusal(self, error: SostenutoError) -> Refusal:
         """The error as it may leave, its text within the cap of an observation."""

@@ -1,24 +1,16 @@
 """How a program comes to hold a sandbox and a prepared environment."""
 
 import re
-from collections.abc import Generator
-from contextlib import contextmanager
 from itertools import count
 
 import anyio
 
-from sostenuto.errors import (
-    EnvironmentFailure,
-    ProgramError,
-    SandboxError,
-    SostenutoError,
-    ToolServerError,
-    boundary,
-)
+from sostenuto.errors import EnvironmentFailure, SandboxError, ToolServerError
 from sostenuto.sandbox.protocol import Backend, Blueprint
+from sostenuto.tools.bounded import bounded
 from sostenuto.tools.facts import FactsCache
 from sostenuto.tools.host import EnvironmentFacts, Hosts
-from sostenuto.tools.program import Program, outcome_of
+from sostenuto.tools.program import Program
 from sostenuto.tools.wire import EnvironmentRef, Prepared, PrepareRequest
 
 GRACE_S = 5.0
@@ -42,35 +34,39 @@ class Preparation:
         if facts.blueprint is not None:
             await self._start_sandbox(program, facts.blueprint, deadline_s)
         left_s = _left_s(deadline_s)
-        with within(left_s + GRACE_S, late=EnvironmentFailure, doing=f"preparing {request.environment.name}"):
-            program.host = await self._hosts.choose(request.environment)
-            rest = request.model_copy(update={"timeout_s": left_s})
-            return await program.host.prepare(program.id, rest, program.sandbox)
+        return await bounded(
+            lambda: self._reset(program, request.model_copy(update={"timeout_s": left_s})),
+            timeout_s=left_s + GRACE_S,
+            late=EnvironmentFailure,
+            doing=f"preparing {request.environment.name}",
+        )
 
     async def _read(self, environment: EnvironmentRef, deadline_s: float) -> EnvironmentFacts:
-        # A ConfigError is an answer here: it keeps its type.
-        with within(_left_s(deadline_s), late=ToolServerError, doing=f"loading {environment.name}"):
-            facts = await outcome_of(lambda: self._facts.of(environment))
-        if isinstance(facts, SostenutoError):
-            raise facts
-        return facts
+        return await bounded(
+            lambda: self._facts.of(environment),
+            timeout_s=_left_s(deadline_s),
+            late=ToolServerError,
+            doing=f"loading {environment.name}",
+        )
 
     async def _start_sandbox(self, program: Program, blueprint: Blueprint, deadline_s: float) -> None:
         name = f"{re.sub(r'[^A-Za-z0-9_-]', '-', program.id)[:40]}-{next(self._serial)}"
-        doing = f"starting a {self._backend.name} sandbox"
-        with within(_left_s(deadline_s), late=SandboxError, doing=doing), boundary(SandboxError, doing):
+
+        async def start() -> None:
             async with self._starts:
                 program.sandbox = await self._backend.start(name, blueprint)
 
+        await bounded(
+            start,
+            timeout_s=_left_s(deadline_s),
+            late=SandboxError,
+            broken=SandboxError,
+            doing=f"starting a {self._backend.name} sandbox",
+        )
 
-@contextmanager
-def within(timeout_s: float, *, late: type[ProgramError], doing: str) -> Generator[None]:
-    """A missed deadline is `late`; what else escapes and blames nobody is the tool server's fault."""
-    try:
-        with anyio.fail_after(timeout_s), boundary(ToolServerError, doing):
-            yield
-    except TimeoutError:
-        raise late(f"{doing}: not done within {timeout_s:.3g} s") from None
+    async def _reset(self, program: Program, request: PrepareRequest) -> Prepared:
+        program.host = await self._hosts.choose(request.environment)
+        return await program.host.prepare(program.id, request, program.sandbox)
 
 
 def _left_s(deadline_s: float) -> float:

@@ -9,6 +9,7 @@ from anyio.abc import TaskGroup
 
 from sostenuto.errors import SostenutoError
 from sostenuto.sandbox.protocol import Sandbox
+from sostenuto.tools.bounded import outcome_of
 from sostenuto.tools.host import Host
 from sostenuto.tools.phases import Event, Phase, accepts, advance
 from sostenuto.tools.refused import Refused
@@ -72,11 +73,3 @@ class Program:
 
     def released_error(self) -> Refused:
         return Refused(f"program {self.id} was released before this came to an end", status=410)
-
-
-async def outcome_of(work: Callable[[], Awaitable[T]]) -> T | SostenutoError:
-    """What `work` returned, or the error it raised on purpose, as a value."""
-    try:
-        return await work()
-    except SostenutoError as error:
-        return error

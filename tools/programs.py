@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from logging import getLogger
-from math import isfinite
+from math import inf, isfinite
 from typing import TypeVar
 
 import anyio
@@ -20,13 +20,14 @@ from anyio.abc import TaskGroup
 
 from sostenuto.errors import EnvironmentFailure, SandboxError, SostenutoError, ToolServerError
 from sostenuto.sandbox.protocol import Backend, Sandbox
+from sostenuto.tools.bounded import bounded, outcome_of
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.edge import Edge
 from sostenuto.tools.host import Host, Hosts
 from sostenuto.tools.leases import Leases
 from sostenuto.tools.phases import Event, Phase
-from sostenuto.tools.preparation import GRACE_S, Preparation, within
-from sostenuto.tools.program import Program, outcome_of
+from sostenuto.tools.preparation import GRACE_S, Preparation
+from sostenuto.tools.program import Program
 from sostenuto.tools.refused import Refused
 from sostenuto.tools.results import Pending, ResultLog
 from sostenuto.tools.wire import (
@@ -157,7 +158,7 @@ class Programs:
         while True:
             self._leases_changed = anyio.Event()
             next_s = self._leases.next_expiry_s
-            with anyio.CancelScope(deadline=float("inf") if next_s is None else next_s):
+            with anyio.CancelScope(deadline=inf if next_s is None else next_s):
                 await self._leases_changed.wait()
             for owner in self._leases.expire(now_s=anyio.current_time()):
                 self._expire(owner)
@@ -192,7 +193,10 @@ class Programs:
         outcome: Prepared | SostenutoError = program.released_error()
         try:
             with program.scope:
-                outcome = await outcome_of(partial(self._preparation.run, program, request))
+                result = await outcome_of(partial(self._preparation.run, program, request))
+                # A release may have come too late to stop the last step, and stands all the same.
+                if program.phase is Phase.PREPARING:
+                    outcome = result
                 if isinstance(outcome, Prepared):
                     await self._stay(program, outcome)
         finally:
@@ -223,8 +227,8 @@ class Programs:
 
     async def _give_back(self, program: Program, what: str, step: Callable[[], Awaitable[None]]) -> None:
         try:
-            with within(self._config.release_s, late=ToolServerError, doing=f"closing the {what}"):
-                await step()
+            limit_s = self._config.release_s
+            await bounded(step, timeout_s=limit_s, late=ToolServerError, doing=f"closing the {what}")
         except SostenutoError as error:
             self._counters["release_failures"] += 1
             log.warning("program %s: %s", program.id, error)
@@ -232,17 +236,24 @@ class Programs:
     async def _call(self, program: Program, request: CallRequest) -> ToolResult:
         started_s = anyio.current_time()
         with anyio.move_on_after(request.timeout_s):
-            with within(float("inf"), late=ToolServerError, doing=f"calling {request.name}"):
-                result = await _host(program).call(program.id, request)
+            result = await bounded(
+                lambda: _host(program).call(program.id, request),
+                timeout_s=inf,
+                late=ToolServerError,
+                doing=f"calling {request.name}",
+            )
             return self._edge.observation(result, program.output_bytes.get(request.name))
         elapsed_s = anyio.current_time() - started_s
         text = f"{request.name} was ended after {request.timeout_s:g} s, its deadline."
         return ToolResult(ToolStatus.TIMEOUT, text, elapsed_s=elapsed_s)
 
     async def _score(self, program: Program, request: RewardRequest) -> Reward:
-        limit_s = request.timeout_s + GRACE_S
-        with within(limit_s, late=EnvironmentFailure, doing="scoring the episode"):
-            reward = await _host(program).reward(program.id, request)
+        reward = await bounded(
+            lambda: _host(program).reward(program.id, request),
+            timeout_s=request.timeout_s + GRACE_S,
+            late=EnvironmentFailure,
+            doing="scoring the episode",
+        )
         for name, number in {"value": reward.value, **reward.metrics}.items():
             if not isfinite(number):
                 raise EnvironmentFailure(f"reward: {name} is {number}; return a finite number")
@@ -284,8 +295,12 @@ async def _settle(
 ) -> None:
     outcome: T | SostenutoError = program.released_error()
     try:
-        with scope, within(float("inf"), late=SandboxError, doing="using the sandbox"):
-            outcome = await outcome_of(use)
+        with scope:
+            outcome = await outcome_of(
+                lambda: bounded(
+                    use, timeout_s=inf, late=SandboxError, broken=SandboxError, doing="using the sandbox"
+                )
+            )
     finally:
         pending.settle(outcome)
 

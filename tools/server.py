@@ -9,6 +9,7 @@ import hmac
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from errno import EADDRINUSE
+from socket import create_server, socket
 from typing import TypeVar
 
 import anyio
@@ -43,6 +44,15 @@ async def listen(
 ) -> AsyncGenerator[str]:
     """The URL of a server that answers within the block and holds nothing after it."""
     edge = Edge(secrets, config.output_bytes)
+    with _bound(config) as listening:
+        async with _served(config, backend, hosts, edge, listening):
+            yield f"http://{config.host}:{listening.getsockname()[1]}"
+
+
+@asynccontextmanager
+async def _served(
+    config: ServerConfig, backend: Backend, hosts: Hosts, edge: Edge, listening: socket
+) -> AsyncGenerator[None]:
     async with open_programs(config, backend, hosts, edge) as programs:
         application = Routes(programs, edge, config).application()
         runner = web.AppRunner(
@@ -50,7 +60,8 @@ async def listen(
         )
         await runner.setup()
         try:
-            yield await _bind(runner, config)
+            await web.SockSite(runner, listening).start()
+            yield
         finally:
             with anyio.CancelScope(shield=True):
                 await programs.close()
@@ -137,7 +148,7 @@ class Routes:
             )
             return ShellReply(
                 exit_code=result.exit_code,
-                output=self._edge.cut_text(result.output, result.cut_bytes),
+                output=self._edge.text(result.output),
                 cut_bytes=result.cut_bytes,
                 elapsed_s=result.elapsed_s,
             )
@@ -191,14 +202,12 @@ def _done() -> web.Response:
     return web.Response(body=b"{}", content_type="application/json")
 
 
-async def _bind(runner: web.AppRunner, config: ServerConfig) -> str:
+def _bound(config: ServerConfig) -> socket:
     try:
-        await web.TCPSite(runner, config.host, config.port).start()
+        return create_server((config.host, config.port))
     except OSError as error:
         if error.errno == EADDRINUSE:
             raise ConfigError(
                 f"port: {config.host}:{config.port} is in use; choose another, or 0 for a free one"
             ) from error
         raise ConfigError(f"host: cannot listen on {config.host}:{config.port}: {error}") from error
-    port: int = runner.addresses[0][1]
-    return f"http://{config.host}:{port}"

@@ -1,0 +1,97 @@
+"""The tool server as a process of its own, on fakes."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import fakes_tools
+from fakes_tools import FORM, SECRET, TOKEN, config
+from sostenuto.tools.client import ToolServerClient
+from sostenuto.types import CallId, ProgramId, ToolCall
+
+SCRIPT = str(Path(fakes_tools.__file__))
+
+
+@contextmanager
+def server(**changes: object) -> Generator[tuple[subprocess.Popen[str], str]]:
+    """A server process and its URL; killed if it is still there at the end."""
+    environment = {**os.environ, "A_KEY": SECRET}
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, config(**changes).model_dump_json()],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def test_a_server_process_ends_cleanly_at_sigterm_with_programs_on_it():
+    with server(secret_names=["A_KEY"]) as (process, url):
+        async with ToolServerClient(url, TOKEN, "me") as client:
+            await client.prepare(ProgramId("a"), FORM, {})
+            result = await client.call(ProgramId("a"), CallId("c"), ToolCall("secret", "{}"))
+            assert result.content == "token=[secret A_KEY]."
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+
+
+def test_a_server_process_without_a_parent_to_watch_ends_at_ctrl_c():
+    with server() as (process, url):
+        assert url.startswith("http://127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_a_server_process_leaves_ctrl_c_to_the_parent_that_it_watches():
+    with server(parent_pid=os.getpid()) as (process, _):
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def test_a_server_process_ends_when_its_parent_is_killed():
+    code = (
+        "import os, subprocess, sys\n"
+        "from fakes_tools import config\n"
+        "given = config(parent_pid=os.getpid()).model_dump_json()\n"
+        f"child = subprocess.Popen([sys.executable, {SCRIPT!r}, given], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(SCRIPT).parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as parent:
+        assert parent.stdout is not None
+        handle = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    try:
+        wait_for_end(handle)
+    finally:
+        os.close(handle)
+
+
+def wait_for_end(handle: int) -> None:
+    """A pidfd is readable when its process has ended."""
+    ended, _, _ = select.select([handle], [], [], 20)
+    assert ended

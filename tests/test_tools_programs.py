@@ -1,0 +1,406 @@
+"""The tool server's program table on virtual time."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from fakes_tools import SECRET, FakeBackend, FakeHosts, config
+from sostenuto.errors import ConfigError, EnvironmentFailure, SandboxError, ToolServerError
+from sostenuto.tools.edge import Edge
+from sostenuto.tools.programs import Programs, open_programs
+from sostenuto.tools.refused import Refused
+from sostenuto.tools.secrets import Secrets
+from sostenuto.tools.wire import CallRequest, EnvironmentRef, PrepareRequest, RewardRequest
+from sostenuto.types import Episode, ProgramId, StopReason, ToolStatus
+
+pytestmark = pytest.mark.looptime
+
+A = ProgramId("a")
+
+
+@dataclass
+class Served:
+    programs: Programs
+    backend: FakeBackend
+    hosts: FakeHosts
+
+    def assert_nothing_left(self) -> None:
+        assert not self.backend.live
+        assert not self.backend.starting
+        assert not self.hosts.host.programs
+        assert not self.programs.state().programs
+
+    async def settle(self) -> None:
+        """Until every release that has begun is over."""
+        while self.programs.state().programs:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serving(backend: FakeBackend | None = None, **changes: object) -> AsyncGenerator[Served]:
+    backend, hosts = backend or FakeBackend(), FakeHosts()
+    edge = Edge(Secrets({"KEY": SECRET}), 16384)
+    async with open_programs(config(**changes), backend, hosts, edge) as programs:
+        served = Served(programs, backend, hosts)
+        yield served
+    served.assert_nothing_left()
+
+
+def preparing(
+    name: str = "Form", *, owner: str = "run", timeout_s: float = 60, **task: str
+) -> PrepareRequest:
+    environment = EnvironmentRef(name=name, import_path=f"tests:{name}")
+    return PrepareRequest(owner=owner, environment=environment, task={**task}, timeout_s=timeout_s)
+
+
+def calling(name: str, arguments: str, call_id: str = "c1", timeout_s: float = 300) -> CallRequest:
+    return CallRequest(call_id=call_id, name=name, arguments=arguments, timeout_s=timeout_s)
+
+
+def scoring(value: float = 1.0) -> RewardRequest:
+    episode = Episode(messages=(), stop_reason=StopReason.ANSWERED, metrics={"value": value})
+    return RewardRequest(call_id="r1", episode=episode)
+
+
+async def test_an_environment_is_described_once_for_all_its_programs():
+    async with serving() as served:
+        async with anyio.create_task_group() as group:
+            for n in range(8):
+                group.start_soon(served.programs.prepare, ProgramId(f"p{n}"), preparing())
+        assert served.hosts.described == {"Form": 1}
+        assert len(served.backend.live) == 8
+
+
+async def test_starts_of_sandboxes_keep_to_the_limit():
+    async with serving(FakeBackend(start_s=1), starts_at_once=3) as served:
+        async with anyio.create_task_group() as group:
+            for n in range(10):
+                group.start_soon(served.programs.prepare, ProgramId(f"p{n}"), preparing())
+        assert served.backend.most_starting == 3
+        assert served.programs.state().counters["prepared"] == 10
+
+
+async def test_an_environment_without_a_sandbox_has_none():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing("Plain"))
+        assert served.programs.state().programs[0].sandbox is None
+        with pytest.raises(Refused, match="has no sandbox"):
+            await served.programs.in_sandbox(A, lambda sandbox: sandbox.pause())
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "words"),
+    [
+        (preparing("Broken"), ConfigError, "no method `reward`"),
+        (preparing(fail="x"), EnvironmentFailure, "reset raised ValueError"),
+        (preparing("Stuck", timeout_s=5), EnvironmentFailure, "preparing Stuck: not done within"),
+    ],
+)
+async def test_a_failed_prepare_says_why_and_leaves_nothing(
+    request_: PrepareRequest, error: type[Exception], words: str
+):
+    async with serving() as served:
+        with pytest.raises(error, match=words):
+            await served.programs.prepare(A, request_)
+        served.assert_nothing_left()
+        assert served.programs.state().counters["prepare_failures"] == 1
+        await served.programs.prepare(A, preparing())
+
+
+async def test_a_sandbox_that_does_not_start_in_time_is_blamed_on_the_sandbox():
+    async with serving(FakeBackend(start_s=100)) as served:
+        with pytest.raises(SandboxError, match="starting a fake sandbox: not done within 2 s"):
+            await served.programs.prepare(A, preparing(timeout_s=2))
+        served.assert_nothing_left()
+
+
+async def test_a_program_cannot_be_prepared_twice_until_it_is_released():
+    async with serving(FakeBackend(stop_s=1)) as served:
+        await served.programs.prepare(A, preparing())
+        with pytest.raises(Refused, match="here already"):
+            await served.programs.prepare(A, preparing())
+        async with anyio.create_task_group() as group:
+            group.start_soon(served.programs.release, A)
+            await anyio.sleep(0.5)
+            await served.programs.prepare(A, preparing())
+        assert len(served.backend.live) == 1
+
+
+async def test_a_repeated_id_joins_the_running_call_and_later_gets_its_result():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing())
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(served.programs.call, A, calling("sleep", "5"))
+        again = await served.programs.call(A, calling("sleep", "5"))
+        assert again.content == "5"
+        assert served.hosts.host.runs == {"5": 1}
+        assert served.programs.state().counters["repeated_ids"] == 3
+
+
+async def test_a_call_goes_on_when_its_client_is_gone_and_the_retry_gets_the_result():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing())
+        with anyio.move_on_after(1):
+            await served.programs.call(A, calling("sleep", "5"))
+        assert served.programs.state().programs[0].phase == "calling"
+        result = await served.programs.call(A, calling("sleep", "5"))
+        assert (result.content, served.hosts.host.runs["5"]) == ("5", 1)
+
+
+async def test_calls_of_one_program_run_together_and_scoring_waits_for_none_of_them():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing())
+        started_s = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            for n in range(4):
+                group.start_soon(served.programs.call, A, calling("sleep", "3", f"c{n}"))
+            await anyio.sleep(1)
+            with pytest.raises(Refused, match="score refused while it is calling"):
+                await served.programs.reward(A, scoring())
+        assert anyio.current_time() - started_s == pytest.approx(3)
+        assert (await served.programs.reward(A, scoring())).value == 1.0
+        assert served.programs.state().programs[0].phase == "ready"
+
+
+async def test_a_call_ends_at_its_deadline_with_a_result_that_is_recorded():
+    async with serving(lease_s=100) as served:
+        await served.programs.prepare(A, preparing())
+        for _ in range(2):
+            result = await served.programs.call(A, calling("sleep", "50", timeout_s=2))
+            assert result.status is ToolStatus.TIMEOUT
+            assert result.elapsed_s == pytest.approx(2)
+        assert served.hosts.host.runs["50"] == 1
+
+
+async def test_an_error_of_a_call_is_recorded_like_a_result():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing())
+        for _ in range(2):
+            with pytest.raises(EnvironmentFailure, match="tool crash raised KeyError"):
+                await served.programs.call(A, calling("crash", "once"))
+        assert served.hosts.host.runs["once"] == 1
+
+
+async def test_a_fault_of_the_host_itself_fails_the_call_and_nothing_else():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing())
+        with pytest.raises(ToolServerError, match="the host itself is at fault"):
+            await served.programs.call(A, calling("bug", "1"))
+        assert (await served.programs.call(A, calling("echo", "2", "c2"))).content == "2"
+
+
+async def test_results_beyond_the_bound_are_refused_and_never_run_again():
+    async with serving(results_bytes=1000) as served:
+        await served.programs.prepare(A, preparing())
+        for n in range(3):
+            await served.programs.call(A, calling("flood", "400", f"c{n}"))
+        with pytest.raises(Refused, match="no longer kept"):
+            await served.programs.call(A, calling("flood", "400", "c0"))
+        assert served.hosts.host.runs["400"] == 3
+
+
+async def test_an_observation_keeps_to_the_cap_of_its_tool():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing())
+        long = await served.programs.call(A, calling("flood", "20000"))
+        short = await served.programs.call(A, calling("small_flood", "20000", "c2"))
+        assert len(long.content) <= 16384
+        assert len(short.content) <= 100
+        gone = short.cut_bytes - 7
+        assert short.content.count("x") + gone == 20000
+
+
+async def test_a_reward_that_is_no_number_is_the_environments_failure():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing())
+        with pytest.raises(EnvironmentFailure, match="reward: value is nan"):
+            await served.programs.reward(A, scoring(-1))
+
+
+async def test_a_release_cancels_what_runs_and_tells_its_waiters():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing())
+
+        async def call() -> None:
+            with pytest.raises(Refused, match="was released before"):
+                await served.programs.call(A, calling("sleep", "1000"))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(call)
+            await anyio.sleep(1)
+            await served.programs.release(A)
+            await served.programs.release(A)
+        assert served.hosts.host.ended_calls == 1
+        served.assert_nothing_left()
+        with pytest.raises(Refused, match="no program a here"):
+            await served.programs.call(A, calling("echo", "1"))
+
+
+async def test_a_release_is_bounded_when_the_host_hangs():
+    async with serving(release_s=3) as served:
+        served.hosts.host.release_s = 1e6
+        await served.programs.prepare(A, preparing())
+        started_s = anyio.current_time()
+        await served.programs.release(A)
+        assert anyio.current_time() - started_s == pytest.approx(3)
+        assert not served.backend.live
+        assert served.programs.state().counters["release_failures"] == 1
+        served.hosts.host.programs.clear()
+
+
+async def test_programs_are_released_side_by_side():
+    async with serving(FakeBackend(stop_s=2)) as served:
+        for n in range(5):
+            await served.programs.prepare(ProgramId(f"p{n}"), preparing())
+        started_s = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            for n in range(5):
+                group.start_soon(served.programs.release, ProgramId(f"p{n}"))
+        assert anyio.current_time() - started_s == pytest.approx(2)
+
+
+async def test_a_lease_that_runs_out_releases_its_owners_programs_and_no_others():
+    async with serving(lease_s=10) as served:
+        await served.programs.prepare(A, preparing(owner="dead"))
+        await served.programs.prepare(ProgramId("b"), preparing(owner="alive"))
+        for _ in range(5):
+            await anyio.sleep(4)
+            served.programs.heartbeat("alive", 10)
+        state = served.programs.state()
+        assert [program.program_id for program in state.programs] == ["b"]
+        assert set(state.owners) == {"alive"}
+        assert state.counters["expired_leases"] == state.counters["expired_programs"] == 1
+        await anyio.sleep(11)
+        served.assert_nothing_left()
+        assert not served.programs.state().owners
+
+
+async def test_a_lease_that_runs_out_ends_a_running_prepare_and_a_running_call():
+    async with serving(lease_s=10) as served:
+        await served.programs.prepare(A, preparing())
+        for work in (
+            served.programs.prepare(ProgramId("b"), preparing("Stuck")),
+            served.programs.call(A, calling("sleep", "1000")),
+        ):
+            with pytest.raises((Refused, ToolServerError), match=r"released|no program"):
+                await work
+        served.assert_nothing_left()
+
+
+async def test_a_shell_ends_with_its_client_and_with_its_program():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing())
+
+        async def shell() -> None:
+            with pytest.raises(Refused, match="was released before"):
+                await served.programs.in_sandbox(A, lambda box: box.shell("sleep 500", timeout_s=900))
+
+        with anyio.move_on_after(1):
+            await served.programs.in_sandbox(A, lambda box: box.shell("sleep 500", timeout_s=900))
+        async with anyio.create_task_group() as group:
+            group.start_soon(shell)
+            await anyio.sleep(1)
+            await served.programs.release(A)
+
+
+async def life(served: Served) -> None:
+    """One program's whole life; a client that is cancelled anywhere in it does not release."""
+    await served.programs.prepare(A, preparing())
+    await served.programs.in_sandbox(A, lambda box: box.write("b.txt", b""))
+    await served.programs.call(A, calling("sleep", "0"))
+    await served.programs.reward(A, scoring())
+    await served.programs.release(A)
+
+
+async def cancel_at_step(step: int, work: Callable[[], Awaitable[None]]) -> bool:
+    """Cancel `work` at the step-th turn of the event loop; False when it had ended by then."""
+    ended = False
+
+    async def run() -> None:
+        nonlocal ended
+        await work()
+        ended = True
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run)
+        for _ in range(step):
+            await anyio.lowlevel.checkpoint()
+        group.cancel_scope.cancel()
+    return not ended
+
+
+async def test_a_client_cancelled_at_any_step_leaves_nothing_once_its_program_is_released():
+    step = 0
+    cancelled = True
+    async with serving() as served:
+        while cancelled:
+            step += 1
+            cancelled = await cancel_at_step(step, lambda: life(served))
+            await served.programs.release(A)
+            served.assert_nothing_left()
+        counters = served.programs.state().counters
+        assert counters["released"] == step
+    assert step > 15
+
+
+async def test_a_client_cancelled_at_any_step_leaves_nothing_once_its_lease_is_over():
+    step = 0
+    cancelled = True
+    async with serving(lease_s=5) as served:
+        while cancelled:
+            step += 1
+            cancelled = await cancel_at_step(step, lambda: life(served))
+            await anyio.sleep(6)
+            served.assert_nothing_left()
+            assert not served.programs.state().owners
+    assert step > 15
+
+
+async def test_a_prepare_cancelled_at_any_step_leaves_nothing():
+    step = 0
+    cancelled = True
+
+    async def prepare() -> None:
+        await served.programs.prepare(A, preparing())
+
+    async with serving() as served:
+        while cancelled:
+            step += 1
+            cancelled = await cancel_at_step(step, prepare)
+            if cancelled:
+                await served.settle()
+                served.assert_nothing_left()
+        await served.programs.release(A)
+    assert step > 5
+
+
+async def test_a_release_cancelled_at_any_step_is_completed_all_the_same():
+    async with serving(FakeBackend(stop_s=1)) as served:
+        for step in range(1, 12):
+            await served.programs.prepare(A, preparing())
+            with anyio.move_on_after(100):
+                await cancel_at_step(step, lambda: served.programs.release(A))
+            await served.settle()
+            served.assert_nothing_left()
+
+
+async def test_a_server_cancelled_at_any_step_leaves_nothing():
+    backend, hosts = FakeBackend(), FakeHosts()
+
+    async def serve_and_live() -> None:
+        async with open_programs(config(), backend, hosts, Edge(Secrets({}), 16384)) as programs:
+            await life(Served(programs, backend, hosts))
+
+    step = 0
+    cancelled = True
+    while cancelled:
+        step += 1
+        cancelled = await cancel_at_step(step, serve_and_live)
+        assert not backend.live
+        assert not hosts.host.programs
+    assert step > 15
