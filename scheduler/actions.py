@@ -13,7 +13,7 @@ from sostenuto.types import EngineId, ProgramId, Version
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A program wants to run.  Without news of it for `lease_s` it is expired."""
+    """A program wants to run.  Once it holds something, without news of it for `lease_s` it is expired."""
 
     program_id: ProgramId
     lease_s: float
@@ -114,22 +114,9 @@ class Tick:
     """Time has passed; `Scheduler.wake_at_s` says when one is due."""
 
 
-Event = (
-    Submitted
-    | Prepared
-    | TurnEnded
-    | ToolReturned
-    | Answered
-    | Finished
-    | Renewed
-    | EngineJoined
-    | EngineLost
-    | PublicationBegun
-    | UpdateStaged
-    | UpdateCommitted
-    | UpdateFailed
-    | Tick
-)
+ProgramEvent = Prepared | TurnEnded | ToolReturned | Answered | Finished | Renewed
+EngineEvent = EngineJoined | EngineLost | PublicationBegun | UpdateStaged | UpdateCommitted | UpdateFailed
+Event = Submitted | Tick | ProgramEvent | EngineEvent
 
 # ---- actions ----
 
@@ -208,15 +195,6 @@ class Quarantine:
     reason: str
 
 
-Action = (
-    Prepare
-    | Decode
-    | Evict
-    | Refuse
-    | Expire
-    | StageUpdate
-    | CommitUpdate
-    | Opened
-    | PublicationFailed
-    | Quarantine
-)
+ProgramAction = Prepare | Decode | Evict | Refuse | Expire
+UpdateAction = StageUpdate | CommitUpdate | Opened | PublicationFailed | Quarantine
+Action = ProgramAction | UpdateAction

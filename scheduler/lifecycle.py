@@ -66,7 +66,11 @@ _RUNNABLE = frozenset({Phase.WAITING, Phase.READY})
 TRANSITIONS = MappingProxyType(
     {
         Phase.QUEUED: {Move.PREPARE: Phase.PREPARING, Move.FINISH: Phase.DONE},
-        Phase.PREPARING: {Move.PREPARED: Phase.WAITING, Move.FINISH: Phase.DONE},
+        Phase.PREPARING: {
+            Move.PREPARED: Phase.WAITING,
+            Move.ANSWER: Phase.SCORING,
+            Move.FINISH: Phase.DONE,
+        },
         Phase.WAITING: {
             Move.DECODE: Phase.REASONING,
             Move.ANSWER: Phase.SCORING,

@@ -8,6 +8,7 @@ from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.types import EngineId, ProgramId
 
 _NOTHING = Footprint(0)
+_NEVER = float("inf")
 
 
 @dataclass(slots=True)
@@ -17,7 +18,8 @@ class Program:
     id: ProgramId
     rank: int
     lease_s: float
-    expires_s: float
+    expires_s: float = _NEVER
+    """A queued program holds nothing and needs no lease."""
     phase: Phase = Phase.QUEUED
     since_s: float = 0.0
     turn: int = 0

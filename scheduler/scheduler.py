@@ -20,6 +20,7 @@ from sostenuto.scheduler.actions import (
     Action,
     Answered,
     Decode,
+    EngineEvent,
     EngineJoined,
     EngineLost,
     Event,
@@ -28,6 +29,7 @@ from sostenuto.scheduler.actions import (
     Finished,
     Prepare,
     Prepared,
+    ProgramEvent,
     PublicationBegun,
     Refuse,
     Renewed,
@@ -122,10 +124,17 @@ class Scheduler:
                 self._submit(event, now_s)
             case Tick():
                 pass
-            case Prepared() | TurnEnded() | ToolReturned() | Answered() | Finished() | Renewed():
-                self._of_program(event, now_s)
-            case _:
+            case (
+                EngineJoined()
+                | EngineLost()
+                | PublicationBegun()
+                | UpdateStaged()
+                | UpdateCommitted()
+                | UpdateFailed()
+            ):
                 return self._of_engine(event, now_s)
+            case _:
+                self._of_program(event, now_s)
         return []
 
     def _submit(self, event: Submitted, now_s: float) -> None:
@@ -133,21 +142,22 @@ class Scheduler:
             self._late_events += 1
             return
         self._submitted += 1
-        program = Program(event.program_id, self._submitted, event.lease_s, now_s + event.lease_s)
+        program = Program(event.program_id, self._submitted, event.lease_s)
         program.since_s = now_s
         self._programs[program.id] = program
         self._queued.add(program.rank, program.id)
-        heapq.heappush(self._leases, (program.expires_s, program.id))
 
-    def _of_program(
-        self, event: Prepared | TurnEnded | ToolReturned | Answered | Finished | Renewed, now_s: float
-    ) -> None:
+    def _of_program(self, event: ProgramEvent, now_s: float) -> None:
         program = self._programs.get(event.program_id)
         is_late = isinstance(event, TurnEnded | ToolReturned) and program and event.turn != program.turn
         if program is None or is_late:
             self._late_events += 1
             return
-        program.expires_s = now_s + program.lease_s
+        if program.phase is not Phase.QUEUED:
+            program.expires_s = now_s + program.lease_s
+        self._advance(program, event, now_s)
+
+    def _advance(self, program: Program, event: ProgramEvent, now_s: float) -> None:
         match event:
             case Prepared():
                 self._become_prepared(program, event, now_s)
@@ -156,15 +166,19 @@ class Scheduler:
             case ToolReturned():
                 self._take_result(program, event, now_s)
             case Answered():
-                self._move(program, Move.ANSWER, now_s)
-                self._leave_engine(program)
-                self._waiting.discard(program.id)
+                self._begin_scoring(program, now_s)
             case Finished():
                 self._finish(program, now_s)
             case Renewed():
                 pass
             case _:
                 assert_never(event)
+
+    def _begin_scoring(self, program: Program, now_s: float) -> None:
+        self._move(program, Move.ANSWER, now_s)
+        self._leave_engine(program)
+        self._waiting.discard(program.id)
+        self._preparing.discard(program.id)
 
     def _become_prepared(self, program: Program, event: Prepared, now_s: float) -> None:
         self._move(program, Move.PREPARED, now_s)
@@ -198,11 +212,7 @@ class Scheduler:
         self._preparing.discard(program.id)
         del self._programs[program.id]
 
-    def _of_engine(
-        self,
-        event: EngineJoined | EngineLost | PublicationBegun | UpdateStaged | UpdateCommitted | UpdateFailed,
-        now_s: float,
-    ) -> list[Action]:
+    def _of_engine(self, event: EngineEvent, now_s: float) -> list[Action]:
         match event:
             case EngineJoined():
                 kv = KvLedger(event.kv_tokens, block_tokens=event.block_tokens)
@@ -258,6 +268,8 @@ class Scheduler:
             self._queued.discard(program.id)
             self._move(program, Move.PREPARE, now_s)
             self._preparing.add(program.id)
+            program.expires_s = now_s + program.lease_s
+            heapq.heappush(self._leases, (program.expires_s, program.id))
             actions.append(Prepare(program.id))
         return actions
 
@@ -272,7 +284,7 @@ class Scheduler:
         while (program := self._next_runnable(blocked)) is not None:
             seat = program.engine or self._place(program, blocked)
             if seat is None:
-                actions += self._refuse(program, now_s)
+                actions += self._refuse(program)
                 blocked.waiting = program.id in self._waiting
             else:
                 actions += self._start(program, seat, blocked, now_s)
@@ -301,13 +313,15 @@ class Scheduler:
         ]
         return max(able, key=lambda seat: (seat.kv.free_tokens, seat.free_slots), default=None)
 
-    def _refuse(self, program: Program, now_s: float) -> list[Action]:
-        """Refuse what no engine of the fleet can hold; otherwise it waits for one that is busy."""
+    def _refuse(self, program: Program) -> list[Action]:
+        """Refuse what no engine of the fleet can hold; otherwise it waits for one that is busy.
+
+        A refused program is in no queue any more; its shell answers with Answered or Finished.
+        """
         if any(seat.kv.could_ever_hold(program.wanted) for seat in self._engines.values()):
             return []
         largest = max(seat.kv.capacity_tokens for seat in self._engines.values())
         self._waiting.discard(program.id)
-        self._move(program, Move.ANSWER, now_s)
         return [Refuse(program.id, program.wanted.tokens, largest)]
 
     def _start(self, program: Program, seat: EngineSeat, blocked: _Blocked, now_s: float) -> list[Action]:
@@ -331,7 +345,7 @@ class Scheduler:
         """The program outgrew the engine that keeps its KV."""
         self._move(program, Move.EVICT, now_s)
         self._waiting.add(program.rank, program.id)
-        return [Evict(program.id, seat.id), *self._refuse(program, now_s)]
+        return [Evict(program.id, seat.id), *self._refuse(program)]
 
     def _make_room(self, program: Program, seat: EngineSeat, now_s: float) -> list[Action]:
         """Evict until `program` fits; when nothing that may be evicted is enough, evict nothing."""

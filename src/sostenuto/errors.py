@@ -101,6 +101,26 @@ def boundary(blame: type[ProgramError], doing: str) -> Generator[None]:
         raise blame(f"{doing}: {type(exc).__name__}: {exc}") from exc
 
 
+@contextmanager
+def lone_error() -> Generator[None]:
+    """Around a task group: when all that went wrong in it are ProgramErrors, raise the first of them.
+
+    Siblings of one program fail together; which of them was first is all that the record needs.
+    """
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        _, others = group.split(ProgramError)
+        if others is not None:
+            raise
+        raise _first(group) from group
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner  # pyright: ignore[reportUnknownArgumentType]
+
+
 def nearest(name: str, known: list[str]) -> str:
     """A hint for an error message: the known names, the closest one first."""
     close = get_close_matches(name, known, n=1)

@@ -1,0 +1,386 @@
+"""The life of one program, from its prompt to its reward, as one coroutine that reads top to bottom.
+
+Invariants:
+- It decodes only on a grant of the scheduler, and reports every change of phase as it happens.
+- Whatever ends it, `close` gives back its environment and its KV.
+- A failure of one part is this program's outcome; only a bug or a cancellation leaves as an exception.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import anyio
+from pydantic import JsonValue
+
+from sostenuto.errors import EnvironmentFailure, PolicyError, ProgramError, ToolServerError, lone_error
+from sostenuto.records import Trajectory
+from sostenuto.runtime.engines.protocol import Engine
+from sostenuto.runtime.engines.wire import FinishReason, GenerateReply, GenerateRequest, Sampling
+from sostenuto.runtime.rendering.conversation import Conversation
+from sostenuto.runtime.rendering.renderer import Renderer, Turn
+from sostenuto.scheduler.actions import (
+    Answered,
+    Decode,
+    Event,
+    Prepare,
+    Prepared,
+    Refuse,
+    ToolReturned,
+    TurnEnded,
+)
+from sostenuto.scheduler.kv import Footprint
+from sostenuto.tools.wire import EnvironmentRef, Reward, ToolSchema
+from sostenuto.tools.wire import Prepared as EnvironmentReady
+from sostenuto.types import (
+    EngineId,
+    Episode,
+    GroupId,
+    Limits,
+    Message,
+    ProgramId,
+    Purpose,
+    StopReason,
+    ToolCall,
+    ToolResult,
+    ToolStatus,
+    Usage,
+)
+
+
+class ToolServer(Protocol):
+    """What a program needs of the tool server."""
+
+    async def prepare(
+        self,
+        program_id: ProgramId,
+        environment: EnvironmentRef,
+        task: dict[str, JsonValue],
+        *,
+        seed: int,
+        timeout_s: float,
+    ) -> EnvironmentReady: ...
+
+    async def call(
+        self, program_id: ProgramId, call_id: str, call: ToolCall, *, timeout_s: float
+    ) -> ToolResult: ...
+
+    async def reward(
+        self, program_id: ProgramId, call_id: str, episode: Episode, *, timeout_s: float
+    ) -> Reward: ...
+
+    async def release(self, program_id: ProgramId) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSpec:
+    """Everything that one program is started with."""
+
+    id: ProgramId
+    group_id: GroupId
+    task_id: str
+    purpose: Purpose
+    environment: EnvironmentRef
+    task: dict[str, JsonValue]
+    limits: Limits = field(default_factory=Limits)
+    temperature: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Deadlines of the parts of a program that are not its own turns."""
+
+    prepare_s: float = 120.0
+    reward_s: float = 60.0
+    call_margin_s: float = 15.0
+    """Beyond a tool's own deadline, before the tool server counts as broken."""
+    release_s: float = 15.0
+
+
+Grant = Prepare | Decode | Refuse
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a program is driven with.  `grant` waits for the scheduler's next word on the program."""
+
+    tools: ToolServer
+    renderer: Renderer
+    engine: Callable[[EngineId], Engine]
+    context_tokens: Callable[[], int]
+    report: Callable[[Event], None]
+    timeouts: Timeouts
+
+
+class Drive:
+    """One program.  `run` once, then `close`."""
+
+    def __init__(
+        self, spec: ProgramSpec, around: Surroundings, grant: Callable[[], Awaitable[Grant]]
+    ) -> None:
+        self.spec = spec
+        self._around = around
+        self._grant = grant
+        self._conversation = Conversation(around.renderer)
+        self._tools: dict[str, ToolSchema] = {}
+        self._results: list[ToolResult] = []
+        self._turns = 0
+        self._calls = 0
+        self._usage = Usage()
+        self._engine_id: EngineId | None = None
+        self._needs_release = False
+
+    # ---- the whole ----
+
+    async def run(self) -> Trajectory:
+        """Drive the program to its reward; ProgramError when it fails."""
+        stop = await self._until_stopped()
+        self._around.report(Answered(self.spec.id))
+        reward = await self._score(stop)
+        return self.record(stop, reward.value, reward.metrics)
+
+    def record(
+        self, stop: StopReason, reward: float | None = None, metrics: dict[str, float] | None = None
+    ) -> Trajectory:
+        """The record as it stands; also of a program that failed half way."""
+        return Trajectory(
+            program_id=self.spec.id,
+            group_id=self.spec.group_id,
+            task_id=self.spec.task_id,
+            purpose=self.spec.purpose,
+            sequences=self._conversation.sequences(),
+            reward=reward,
+            stop_reason=stop,
+            usage=self._usage,
+            metrics={
+                "turns": float(self._turns),
+                "tool_calls": float(self._calls),
+                "branches": float(self._conversation.branches),
+                **(metrics or {}),
+            },
+        )
+
+    async def close(self) -> None:
+        """Give back environment and KV.  Shielded, bounded, idempotent."""
+        with anyio.move_on_after(self._around.timeouts.release_s, shield=True):
+            async with anyio.create_task_group() as group:
+                if self._needs_release:
+                    group.start_soon(self._release_environment)
+                group.start_soon(self._release_kv)
+
+    # ---- turns ----
+
+    async def _until_stopped(self) -> StopReason:
+        if not await self._prepare():
+            return StopReason.CONTEXT_FULL
+        with anyio.move_on_after(self.spec.limits.wall_s):
+            while True:
+                stop = await self._turn()
+                if stop is not None:
+                    return stop
+        return StopReason.DEADLINE
+
+    async def _prepare(self) -> bool:
+        """Make the environment and render the prompt; False when no engine could take even that."""
+        await self._granted()
+        began_s = anyio.current_time()
+        self._needs_release = True
+        ready = await self._around.tools.prepare(
+            self.spec.id,
+            self.spec.environment,
+            self.spec.task,
+            seed=self.spec.seed,
+            timeout_s=self._around.timeouts.prepare_s,
+        )
+        self._tools = {tool.name: tool for tool in ready.tools}
+        self._conversation.begin(ready.messages, ready.tools, at_s=anyio.current_time())
+        self._spend(environment_s=anyio.current_time() - began_s)
+        room = self._room()
+        if room > 0:
+            self._around.report(Prepared(self.spec.id, self._footprint(), room))
+        return room > 0
+
+    async def _turn(self) -> StopReason | None:
+        """Decode once and act on it; a reason when the program is over."""
+        grant = await self._granted()
+        if not isinstance(grant, Decode):
+            return StopReason.CONTEXT_FULL
+        self._turns += 1
+        reply, turn = await self._decode(grant)
+        if stop := self._over(reply, turn):
+            return stop
+        self._around.report(TurnEnded(self.spec.id, grant.turn, self._footprint()))
+        done = await self._act(turn)
+        if done:
+            return StopReason.ENVIRONMENT_DONE
+        if self._room() <= 0:
+            return self._which_limit()
+        self._around.report(ToolReturned(self.spec.id, grant.turn, self._footprint(), self._room()))
+        return None
+
+    async def _decode(self, grant: Decode) -> tuple[GenerateReply, Turn]:
+        began_s = anyio.current_time()
+        self._engine_id = grant.engine_id
+        request = GenerateRequest(
+            request_id=f"{self.spec.id}/{grant.turn}",
+            program_id=self.spec.id,
+            token_ids=self._conversation.token_ids,
+            max_new_tokens=self._room(),
+            sampling=Sampling(
+                temperature=self.spec.temperature,
+                seed=self.spec.seed,
+                stop_token_ids=self._around.renderer.stop_token_ids,
+            ),
+        )
+        reply = await self._around.engine(grant.engine_id).generate(request)
+        if not reply.token_ids:
+            raise PolicyError(f"turn {grant.turn} came back empty ({reply.finish_reason})")
+        self._account(reply, prompt_tokens=len(request.token_ids))
+        return reply, self._conversation.sampled(reply, started_s=began_s, ended_s=anyio.current_time())
+
+    def _over(self, reply: GenerateReply, turn: Turn) -> StopReason | None:
+        """Whether the turn was the last one."""
+        if reply.finish_reason is FinishReason.LENGTH:
+            return self._which_limit()
+        wants = len(turn.message.tool_calls)
+        if not wants and turn.problem is None:
+            return StopReason.ANSWERED
+        if self._turns >= self.spec.limits.turns:
+            return StopReason.TURN_LIMIT
+        allowed = self.spec.limits.tool_calls
+        if allowed is not None and self._calls + wants > allowed:
+            return StopReason.TOOL_CALL_LIMIT
+        return None
+
+    async def _act(self, turn: Turn) -> bool:
+        """Run the turn's calls together and put the results into the context, in call order."""
+        if turn.problem is not None:
+            self._conversation.observe((Message("tool", turn.problem),), at_s=anyio.current_time())
+            return False
+        calls = turn.message.tool_calls
+        began_s = anyio.current_time()
+        results = await self._call_all(calls)
+        self._calls += len(calls)
+        self._spend(tool_s=anyio.current_time() - began_s)
+        self._results += results
+        observations = tuple(
+            Message("tool", result.content, name=call.name)
+            for call, result in zip(calls, results, strict=True)
+        )
+        self._conversation.observe(observations, at_s=anyio.current_time())
+        return any(result.done for result in results)
+
+    async def _call_all(self, calls: tuple[ToolCall, ...]) -> list[ToolResult]:
+        results: list[ToolResult | None] = [None] * len(calls)
+
+        async def call(index: int) -> None:
+            results[index] = await self._call(index, calls[index])
+
+        with lone_error():
+            async with anyio.create_task_group() as group:
+                for index in range(len(calls)):
+                    group.start_soon(call, index)
+        return [result for result in results if result is not None]
+
+    async def _call(self, index: int, call: ToolCall) -> ToolResult:
+        tool = self._tools.get(call.name)
+        deadline_s = tool.timeout_s if tool else 0.0
+        result = await self._around.tools.call(
+            self.spec.id,
+            f"{self._turns}.{index}",
+            call,
+            timeout_s=deadline_s + self._around.timeouts.call_margin_s,
+        )
+        match result.status:
+            case ToolStatus.ENVIRONMENT_FAILURE:
+                raise EnvironmentFailure(f"tool {call.name}: {result.content}")
+            case ToolStatus.INFRASTRUCTURE_FAILURE:
+                raise ToolServerError(f"tool {call.name}: {result.content}")
+            case _:
+                return result
+
+    # ---- the end ----
+
+    async def _score(self, stop: StopReason) -> Reward:
+        began_s = anyio.current_time()
+        episode = Episode(
+            messages=self._conversation.messages,
+            stop_reason=stop,
+            tool_results=tuple(self._results),
+            turns=self._turns,
+            seed=self.spec.seed,
+        )
+        await self._release_kv()
+        reward = await self._around.tools.reward(
+            self.spec.id, "reward", episode, timeout_s=self._around.timeouts.reward_s
+        )
+        self._spend(environment_s=anyio.current_time() - began_s)
+        return reward
+
+    async def _release_kv(self) -> None:
+        engine_id = self._engine_id
+        if engine_id is None:
+            return
+        with _left_to_the_lease(f"KV of {self.spec.id} on {engine_id}"):
+            await self._around.engine(engine_id).release(self.spec.id)
+        # Only now: a release that was cancelled half way is done again by `close`.
+        self._engine_id = None
+
+    async def _release_environment(self) -> None:
+        with _left_to_the_lease(f"environment of {self.spec.id}"):
+            await self._around.tools.release(self.spec.id)
+        self._needs_release = False
+
+    # ---- counts ----
+
+    async def _granted(self) -> Grant:
+        began_s = anyio.current_time()
+        grant = await self._grant()
+        self._spend(queue_s=anyio.current_time() - began_s)
+        return grant
+
+    def _footprint(self) -> Footprint:
+        return Footprint(len(self._conversation.token_ids))
+
+    def _room(self) -> int:
+        """Tokens that the next turn may sample."""
+        length, limits = len(self._conversation.token_ids), self.spec.limits
+        room = min(limits.turn_tokens, self._around.context_tokens() - length)
+        return room if limits.total_tokens is None else min(room, limits.total_tokens - length)
+
+    def _which_limit(self) -> StopReason:
+        length, total = len(self._conversation.token_ids), self.spec.limits.total_tokens
+        if total is not None and length >= total:
+            return StopReason.TOTAL_TOKENS
+        if length >= self._around.context_tokens():
+            return StopReason.CONTEXT_FULL
+        return StopReason.TURN_TOKENS
+
+    def _account(self, reply: GenerateReply, *, prompt_tokens: int) -> None:
+        self._usage += Usage(
+            decode_s=reply.decode_s,
+            prefill_s=reply.prefill_s,
+            queue_s=reply.queue_s,
+            pause_s=reply.pause_s,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=reply.cached_tokens,
+            prefilled_tokens=reply.prefilled_tokens,
+            generated_tokens=len(reply.token_ids),
+        )
+
+    def _spend(self, **seconds: float) -> None:
+        self._usage += replace(Usage(), **seconds)
+
+
+@contextmanager
+def _left_to_the_lease(what: str) -> Generator[None]:
+    """What cannot be given back now comes back when its lease ends; say so and go on."""
+    try:
+        yield
+    except ProgramError as error:
+        _log.warning("%s was not given back: %s", what, error)

@@ -1,0 +1,237 @@
+"""Fakes that implement the Protocols; nothing in this suite is patched.
+
+The fake policy speaks bytes: a token is one byte, 0 ends a turn, and `!name args` on a line is a tool call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.lowlevel
+from pydantic import JsonValue
+
+from sostenuto.errors import EngineError
+from sostenuto.records import Producer
+from sostenuto.runtime.drive import ProgramSpec
+from sostenuto.runtime.engines.wire import (
+    Capabilities,
+    CommitReply,
+    CommitRequest,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    Load,
+    ScoreReply,
+    ScoreRequest,
+    WireVersionSpan,
+)
+from sostenuto.runtime.rendering.renderer import Extension, Piece, Turn
+from sostenuto.tools.wire import EnvironmentRef, Prepared, Reward, ToolSchema
+from sostenuto.trainer.publication.manifest import Manifest
+from sostenuto.types import (
+    Episode,
+    GroupId,
+    Limits,
+    Message,
+    ProgramId,
+    Purpose,
+    ToolCall,
+    ToolResult,
+    ToolStatus,
+)
+
+END = 0
+
+
+def spec(name: str, *, purpose: Purpose = Purpose.TRAIN, limits: Limits | None = None) -> ProgramSpec:
+    return ProgramSpec(
+        id=ProgramId(name),
+        group_id=GroupId("g"),
+        task_id="task",
+        purpose=purpose,
+        environment=EnvironmentRef(name="fake", import_path="fake:Fake"),
+        task={},
+        limits=limits or Limits(wall_s=10_000),
+    )
+
+
+class FakeRenderer:
+    """Bytes are tokens."""
+
+    stop_token_ids = (END,)
+
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Piece]:
+        del tools
+        return [Piece(Producer.USER, list(message.content.encode())) for message in messages]
+
+    def parse(self, token_ids: Sequence[int], *, finished: bool, tools: Sequence[ToolSchema] = ()) -> Turn:
+        del finished, tools
+        text = bytes(id_ for id_ in token_ids if id_ != END).decode()
+        calls = [line[1:].partition(" ") for line in text.splitlines() if line.startswith("!")]
+        if any(not name for name, _, _ in calls):
+            return Turn(Message("assistant", text), "a call needs a name")
+        return Turn(Message("assistant", text, tuple(ToolCall(name, rest) for name, _, rest in calls)))
+
+    def extend(
+        self,
+        before: Sequence[Message],
+        turn: Message,
+        sampled_ids: Sequence[int],
+        *,
+        context_ids: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[ToolSchema],
+    ) -> Extension:
+        del before, turn, sampled_ids, context_ids, tools
+        return Extension(tuple(Piece(Producer.ENVIRONMENT, list(m.content.encode())) for m in new))
+
+    def write(self, before: Sequence[Message], turn: Message, tools: Sequence[ToolSchema]) -> list[int]:
+        del before, tools
+        return [*turn.content.encode(), END]
+
+
+@dataclass
+class FakeEngine:
+    """Says what its script says, one virtual second a turn; `log` is (time, program, cached tokens)."""
+
+    script: tuple[str, ...] = ("done",)
+    decode_s: float = 1.0
+    kv_tokens: int = 1000
+    concurrency: int = 8
+    version: str = "0.0"
+    broken_update: str = ""
+    fail_on_turn: int = -1
+    log: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    held: dict[str, int] = field(default_factory=dict[str, int])
+    turns: dict[str, int] = field(default_factory=dict[str, int])
+    decoding: int = 0
+    most_decoding: int = 0
+    most_held: int = 0
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities(
+            model="fake",
+            architecture="Fake",
+            vocabulary_size=256,
+            tokenizer_size=256,
+            context_tokens=self.kv_tokens,
+            kv_tokens=self.kv_tokens,
+            concurrency=self.concurrency,
+            shares_prefixes=False,
+            version=self.version,
+            dtype="float32",
+            threads=1,
+        )
+
+    async def load(self) -> Load:
+        raise EngineError("the fake engine has no load")
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        program = request.program_id
+        turn = self.turns.get(program, 0)
+        self.log.append((anyio.current_time(), program))
+        self.decoding += 1
+        self.most_decoding = max(self.most_decoding, self.decoding)
+        try:
+            await anyio.sleep(self.decode_s)
+        finally:
+            self.decoding -= 1
+        if turn == self.fail_on_turn:
+            raise EngineError(f"engine e0: generate of turn {turn} broke")
+        return self._reply(request, turn)
+
+    def _reply(self, request: GenerateRequest, turn: int) -> GenerateReply:
+        program, cached = request.program_id, self.held.get(request.program_id, 0)
+        whole = [*self.script[min(turn, len(self.script) - 1)].encode(), END]
+        ids = whole[: request.max_new_tokens]
+        self.turns[program] = turn + 1
+        self.held[program] = len(request.token_ids) + len(ids)
+        self.most_held = max(self.most_held, sum(self.held.values()))
+        return GenerateReply(
+            token_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            versions=[WireVersionSpan(version=self.version, start=0, end=len(ids))],
+            finish_reason=FinishReason.STOP if ids == whole else FinishReason.LENGTH,
+            cached_tokens=cached,
+            prefilled_tokens=len(request.token_ids) - cached,
+            queue_s=0.0,
+            prefill_s=0.0,
+            decode_s=self.decode_s,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        del request_id
+
+    async def release(self, program_id: ProgramId) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.held.pop(program_id, None)
+
+    async def score(self, request: ScoreRequest) -> ScoreReply:
+        return ScoreReply(logprobs=[-1.0] * (len(request.token_ids) - request.start), version=self.version)
+
+    async def prepare_update(self, manifest: Manifest) -> None:
+        del manifest
+        await anyio.sleep(1)
+        if self.broken_update:
+            raise EngineError(self.broken_update)
+
+    async def commit_update(self, request: CommitRequest) -> CommitReply:
+        self.version = request.version
+        return CommitReply(version=request.version, pause_s=0.25, recomputed_requests=0, dropped_programs=0)
+
+    async def abandon_update(self, version: str) -> None:
+        del version
+
+    async def flush(self) -> None:
+        self.held.clear()
+
+
+@dataclass
+class FakeTools:
+    """A tool server whose environments live in a set; a call takes `call_s` virtual seconds."""
+
+    call_s: float = 10.0
+    prepare_s: float = 0.0
+    prompt: str = "hello"
+    status: ToolStatus = ToolStatus.OK
+    broken: Exception | None = None
+    live: set[str] = field(default_factory=set[str])
+    calls: list[tuple[str, str, ToolCall]] = field(default_factory=list[tuple[str, str, ToolCall]])
+    episodes: list[Episode] = field(default_factory=list[Episode])
+
+    async def prepare(
+        self,
+        program_id: ProgramId,
+        environment: EnvironmentRef,
+        task: dict[str, JsonValue],
+        *,
+        seed: int,
+        timeout_s: float,
+    ) -> Prepared:
+        del environment, task, seed, timeout_s
+        self.live.add(program_id)
+        await anyio.sleep(self.prepare_s)
+        tool = ToolSchema(name="look", description="", parameters={}, timeout_s=60)
+        return Prepared(messages=(Message("user", self.prompt),), tools=(tool,), elapsed_s=0)
+
+    async def call(
+        self, program_id: ProgramId, call_id: str, call: ToolCall, *, timeout_s: float
+    ) -> ToolResult:
+        del timeout_s
+        self.calls.append((program_id, call_id, call))
+        await anyio.sleep(self.call_s)
+        if self.broken:
+            raise self.broken
+        return ToolResult(self.status, f"[{call.arguments}]", done=call.name == "finish")
+
+    async def reward(
+        self, program_id: ProgramId, call_id: str, episode: Episode, *, timeout_s: float
+    ) -> Reward:
+        del program_id, call_id, timeout_s
+        await anyio.lowlevel.checkpoint()
+        self.episodes.append(episode)
+        return Reward(value=1.0, metrics={"seen": float(len(episode.messages))}, elapsed_s=0)
+
+    async def release(self, program_id: ProgramId) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.live.discard(program_id)
