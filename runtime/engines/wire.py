@@ -96,6 +96,8 @@ class Capabilities(Wire):
     architecture: str
     vocabulary_size: int
     """Rows of the output layer; ids at or above `tokenizer_size` have no text and are never sampled."""
+    tokenizer_size: int | None = None
+    """The trainer masks the same ids before its softmax.  `None`: the whole vocabulary has text."""
     context_tokens: int
     kv_tokens: int
     """The whole pool."""
@@ -123,6 +125,8 @@ class Load(Wire):
     updates: int
     busy_s: float
     pause_s: float
+    evicted_programs: int = 0
+    """Held programs whose KV was taken for a request that had no room."""
 
 
 class CommitRequest(Wire):

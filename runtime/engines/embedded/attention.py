@@ -1,0 +1,164 @@
+"""Attention over KV that stays where it is, for tokens of many requests packed into one row.
+
+The model runs with a batch of one, (1, T): first the requests that decode, one token each, ordered as
+they lie in their lanes; then the chunks of prompts.  Only attention mixes tokens, and this function is
+the attention, so any transformers model that takes a registered one works unchanged.  Keys and values
+are written in place; nothing is gathered (measured: a gather costs more than the matmuls it serves).
+
+Suffixes: T = packed tokens, N = rows, H = query heads, K = key heads, S = key positions, D = head size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "sostenuto_slots"
+
+# What some models hand to their attention and this one does not do.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decode:
+    """One new token for each of the first N rows of a lane."""
+
+    first: int
+    """Place of its first token among the packed ones."""
+    keys: torch.Tensor
+    """(layers, rows, K, width, D), written in place."""
+    values: torch.Tensor
+    positions: torch.Tensor
+    """(N,) of the new tokens."""
+    longest: int
+    rows: torch.Tensor = field(init=False)
+    _masks: dict[int | None, torch.Tensor] = field(init=False, default_factory=dict[int | None, torch.Tensor])
+
+    def __post_init__(self) -> None:
+        count = self.positions.shape[0]
+        object.__setattr__(self, "rows", torch.arange(count, device=self.positions.device))
+
+    @property
+    def last(self) -> int:
+        return self.first + self.positions.shape[0]
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """(N, 1, 1, S), True where a key is seen."""
+        if window not in self._masks:
+            keys = torch.arange(self.longest, device=self.positions.device)[None, :]
+            self._masks[window] = _seen(self.positions[:, None], keys, window)[:, None, None, :]
+        return self._masks[window]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        scaling: float | None, window: int | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Append key and value (K, N, D), attend from query (H, N, D); returns (N, H, D)."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys[self.rows, :, self.positions] = key.transpose(0, 1)
+        values[self.rows, :, self.positions] = value.transpose(0, 1)
+        heads, count, size = query.shape
+        # The query heads of one key head become its queries: no key is repeated.
+        grouped = query.transpose(0, 1).reshape(count, key.shape[0], heads // key.shape[0], size)
+        out = scaled_dot_product_attention(
+            grouped, keys[:count, :, : self.longest], values[:count, :, : self.longest],
+            attn_mask=self.mask(window), scale=scaling,
+        )  # fmt: skip
+        return out.reshape(count, heads, -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """`count` consecutive tokens of one request, after `start` whose KV is there."""
+
+    first: int
+    keys: torch.Tensor
+    """(layers, K, width, D), written in place."""
+    values: torch.Tensor
+    start: int
+    count: int
+    _masks: dict[int | None, torch.Tensor] = field(init=False, default_factory=dict[int | None, torch.Tensor])
+
+    @property
+    def last(self) -> int:
+        return self.first + self.count
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """(count, S), True where a key is seen."""
+        if window not in self._masks:
+            end = self.start + self.count
+            keys = torch.arange(end, device=self.keys.device)
+            self._masks[window] = _seen(keys[self.start :, None], keys[None, :], window)
+        return self._masks[window]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        scaling: float | None, window: int | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Append key and value (K, count, D), attend from query (H, count, D); returns (count, H, D)."""
+        end = self.start + self.count
+        keys, values = self.keys[layer], self.values[layer]
+        keys[:, self.start : end] = key
+        values[:, self.start : end] = value
+        whole = self.start == 0 and (window is None or window >= end)
+        out = scaled_dot_product_attention(
+            query[None], keys[None, :, :end], values[None, :, :end],
+            attn_mask=None if whole else self.mask(window), is_causal=whole and self.count > 1,
+            scale=scaling, enable_gqa=query.shape[0] != key.shape[0],
+        )  # fmt: skip
+        return out[0].transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """Who the T packed tokens of one forward pass belong to; together the parts cover them in order."""
+
+    decodes: tuple[Decode, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def parts(self) -> tuple[Decode | Chunk, ...]:
+        return (*self.decodes, *self.chunks)
+
+
+def _seen(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: torch.Tensor | None,
+    *,
+    slots: Step,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **extra: object,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls in each layer: (1, H, T, D) in, (1, T, H, D) out."""
+    _refuse_unsupported(extra)
+    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    outs = [
+        part.attend(
+            layer, query[0, :, part.first : part.last], key[0, :, part.first : part.last],
+            value[0, :, part.first : part.last], scaling, sliding_window,
+        )
+        for part in slots.parts
+    ]  # fmt: skip
+    return (outs[0] if len(outs) == 1 else torch.cat(outs))[None], None
+
+
+def _refuse_unsupported(extra: Mapping[str, object]) -> None:
+    for name in _UNSUPPORTED:
+        if extra.get(name) is not None:
+            raise NotImplementedError(f"the model's attention needs {name!r}")
+
+
+def register() -> None:
+    """Make `NAME` known to transformers as an attention without masks of its own."""
+    AttentionInterface.register(NAME, _attend)  # pyright: ignore[reportUnknownMemberType]

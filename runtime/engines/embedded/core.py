@@ -1,0 +1,364 @@
+"""The engine without its process: requests in, answers out, one model step at a time.
+
+- A step computes, in one forward pass, one token of each request that decodes and chunks of the
+  prompts that wait for it; requests join and leave between any two steps.
+- First come, first served.  A request waits only for room, a place in the batch, or a prefix that a
+  running request is just computing for it.
+- Every request is answered exactly once.
+- Not thread-safe: `worker` calls everything here on the engine's thread.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sostenuto.runtime.engines.embedded.attention import Chunk, Decode, Step
+from sostenuto.runtime.engines.embedded.model import Model
+from sostenuto.runtime.engines.embedded.pool import Pool
+from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.embedded.sampling import Draws, draw
+from sostenuto.runtime.engines.embedded.scoring import ScoreJob
+from sostenuto.runtime.engines.embedded.turn import StopStrings, Turn, tagged
+from sostenuto.runtime.engines.embedded.weights import Weights
+from sostenuto.runtime.engines.wire import (
+    Capabilities,
+    CommitReply,
+    CommitRequest,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    Load,
+    ScoreReply,
+    ScoreRequest,
+)
+from sostenuto.types import Version
+
+_CHUNK_TOKENS = 512
+"""Prompt tokens in one step, of all requests together."""
+
+_SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class _Counters:
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    updates: int = 0
+    busy_s: float = 0.0
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """One step: whose tokens are fed, in packed order, and who samples."""
+
+    fed: list[tuple[Turn, int]]
+    """With how many tokens each."""
+    sampling: list[Turn]
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    wanted: torch.Tensor
+    step: Step
+
+
+class Core:
+    """Continuous batching over one model."""
+
+    def __init__(
+        self, model: Model, *, version: Version, kv_tokens: int, concurrency: int, threads: int
+    ) -> None:
+        self._model = model
+        self.weights = Weights(model.module, version)
+        self._limit = min(model.context_tokens, kv_tokens)
+        self._pool = Pool(model.shape, kv_tokens=kv_tokens, widest=self._limit, concurrency=concurrency)
+        self._threads = threads
+        self._waiting: list[Turn] = []
+        self._scores: list[ScoreJob] = []
+        self._counters = _Counters()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(self._waiting or self._pool.running or self._scores)
+
+    def capabilities(self) -> Capabilities:
+        model = self._model
+        return Capabilities(
+            model=model.name,
+            architecture=model.architecture,
+            vocabulary_size=model.vocabulary_size,
+            tokenizer_size=model.tokenizer_size,
+            context_tokens=model.context_tokens,
+            kv_tokens=self._pool.kv_tokens,
+            concurrency=self._pool.concurrency,
+            shares_prefixes=False,
+            version=str(self.weights.version),
+            dtype=str(model.shape.dtype).removeprefix("torch."),
+            threads=self._threads,
+        )
+
+    def load(self) -> Load:
+        counters = self._counters
+        return Load(
+            running=len(self._pool.running),
+            waiting=len(self._waiting),
+            used_kv_tokens=self._pool.used,
+            held_kv_tokens=self._pool.held_tokens,
+            held_programs=len(self._pool.held),
+            prefilled_tokens=counters.prefilled_tokens,
+            cached_tokens=counters.cached_tokens,
+            generated_tokens=counters.generated_tokens,
+            updates=counters.updates,
+            busy_s=counters.busy_s,
+            pause_s=counters.pause_s,
+            evicted_programs=self._pool.evicted_programs,
+        )
+
+    def submit(self, request: GenerateRequest, answer: Callable[[GenerateReply | Refusal], None]) -> None:
+        """Queue a request, or raise Refusal."""
+        self._refuse_when_broken()
+        self._check_tokens(request.token_ids, below=self._model.vocabulary_size)
+        self._check_generate(request)
+        context = np.asarray(request.token_ids, dtype=np.int32)
+        tokens = np.empty(min(len(context) + request.max_new_tokens, self._limit), dtype=np.int32)
+        tokens[: len(context)] = context
+        strings = request.sampling.stop_strings
+        turn = Turn(
+            request=request,
+            answer=answer,
+            tokens=tokens,
+            length=len(context),
+            matcher=StopStrings(self._model.tokenizer, strings) if strings else None,
+            submitted_s=time.monotonic(),
+            hold=request.hold,
+            stop_ids=frozenset(request.sampling.stop_token_ids),
+        )
+        self._waiting.append(turn)
+
+    def score(self, request: ScoreRequest, answer: Callable[[ScoreReply | Refusal], None]) -> None:
+        """Queue tokens to be scored, or raise Refusal."""
+        self._refuse_when_broken()
+        self._check_tokens(request.token_ids, below=self._model.tokenizer_size)
+        if request.start >= len(request.token_ids):
+            message = f"start: {request.start}, but there are {len(request.token_ids)} tokens"
+            raise Refusal(400, "start", message, "score at least one token")
+        if len(request.token_ids) > self._model.context_tokens:
+            raise self._too_long("token_ids", len(request.token_ids))
+        self._scores.append(ScoreJob(request, answer))
+
+    def abort(self, request_id: str, *, hold: bool = True) -> None:
+        """End the request of exactly this id with the tokens it has; nothing happens when there is none."""
+        for turn in (*self._waiting, *self._pool.running):
+            if turn.request.request_id == request_id:
+                turn.hold = turn.hold and hold
+                self._finish(turn, FinishReason.ABORT, None)
+                return
+
+    def release(self, program_id: str) -> None:
+        """Give up the KV of a program; idempotent."""
+        self._pool.release(program_id)
+        for turn in self._waiting:
+            if turn.request.program_id == program_id:
+                turn.hold = False
+
+    def flush(self) -> None:
+        """Drop every KV that no request runs on."""
+        self._pool.held.clear()
+
+    def commit(self, request: CommitRequest) -> CommitReply:
+        """Swap to the prepared weights; the running and the held go on as the request says."""
+        started_s = time.monotonic()
+        try:
+            version = self.weights.commit(request.version)
+        except Refusal:
+            raise
+        except Exception as exc:
+            self._fail_everything()
+            raise self._broken(f"{self.weights.broken}: {exc}") from exc
+        dropped = self._pool.raise_floor(version) if request.held == "drop" else 0
+        recomputed = self._pool.recompute() if request.running == "recompute" else 0
+        for job in self._scores:
+            job.restart()
+        pause_s = time.monotonic() - started_s
+        for turn in (*self._waiting, *self._pool.running):
+            turn.pause_s += pause_s
+        self._counters.updates += 1
+        self._counters.pause_s += pause_s
+        return CommitReply(
+            version=str(version), pause_s=pause_s, recomputed_requests=recomputed, dropped_programs=dropped
+        )
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit who can be, compute one forward pass, sample, answer who is done."""
+        started_s = time.monotonic()
+        for turn in self._pool.make_growth_room():
+            self._waiting.insert(0, turn)
+        self._admit()
+        if self._pool.running:
+            self._compute(self._plan())
+        if self._scores and self._scores[0].advance(self._model, self.weights.version):
+            self._scores.pop(0)
+        self._counters.busy_s += time.monotonic() - started_s
+
+    def _admit(self) -> None:
+        programs = {turn.request.program_id for turn in self._waiting}
+        for turn in list(self._waiting):
+            if len(self._pool.running) >= self._pool.concurrency:
+                return
+            match = self._pool.match(turn)
+            if match.coming:
+                continue
+            if not self._pool.admit(turn, match, programs):
+                return
+            self._waiting.remove(turn)
+            if turn.cached_tokens is None:
+                turn.cached_tokens = match.tokens
+                turn.admitted_s = time.monotonic()
+                self._counters.cached_tokens += match.tokens
+
+    def _plan(self) -> _Plan:
+        fed: list[tuple[Turn, int]] = []
+        decodes: list[Decode] = []
+        device = self._model.shape.device
+        for lane in self._pool.lanes:
+            if not lane.decoding:
+                continue
+            turns = lane.occupants[: lane.decoding]
+            last = [turn.length - 1 for turn in turns]
+            positions = torch.tensor(last, device=device)
+            decodes.append(Decode(len(fed), lane.keys, lane.values, positions, max(last) + 1))
+            fed.extend((turn, 1) for turn in turns)
+        return self._packed(fed, decodes, self._chunks(fed))
+
+    def _chunks(self, fed: list[tuple[Turn, int]]) -> list[Chunk]:
+        """Prompt tokens for this step, oldest request first; what is fed is added to `fed`."""
+        budget, first = _CHUNK_TOKENS, len(fed)
+        chunks: list[Chunk] = []
+        for turn in self._pool.running:
+            assert turn.lane is not None
+            if turn.row < turn.lane.decoding or not budget:
+                continue
+            count = min(turn.length - turn.computed, budget)
+            keys, values = turn.lane.keys[:, turn.row], turn.lane.values[:, turn.row]
+            chunks.append(Chunk(first, keys, values, turn.computed, count))
+            fed.append((turn, count))
+            first += count
+            budget -= count
+        return chunks
+
+    def _packed(self, fed: list[tuple[Turn, int]], decodes: list[Decode], chunks: list[Chunk]) -> _Plan:
+        token_ids = np.concatenate([turn.tokens[turn.computed : turn.computed + count] for turn, count in fed])
+        positions = np.concatenate([np.arange(turn.computed, turn.computed + count) for turn, count in fed])
+        ends = np.cumsum([count for _, count in fed]) - 1
+        done = [turn.computed + count == turn.length for turn, count in fed]
+        device = self._model.shape.device
+        return _Plan(
+            fed=fed,
+            sampling=[turn for (turn, _), samples in zip(fed, done, strict=True) if samples],
+            token_ids=torch.from_numpy(token_ids.astype(np.int64)).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            wanted=torch.from_numpy(ends[done] if any(done) else ends[-1:]).to(device),
+            step=Step(tuple(decodes), tuple(chunks)),
+        )
+
+    def _compute(self, plan: _Plan) -> None:
+        logits = self._model.forward(plan.token_ids, plan.positions, plan.wanted, plan.step)
+        version = self.weights.version
+        for turn, count in plan.fed:
+            turn.tags = tagged(turn.tags, version, turn.computed)
+            turn.computed += count
+        self._counters.prefilled_tokens += sum(chunk.count for chunk in plan.step.chunks)
+        if plan.sampling:
+            self._sample(plan.sampling, logits)
+
+    def _sample(self, turns: list[Turn], logits: torch.Tensor) -> None:
+        samplings = [turn.request.sampling for turn in turns]
+        draws = Draws(
+            np.array([sampling.temperature for sampling in samplings], dtype=np.float32),
+            np.array([sampling.seed & _SEED_MASK for sampling in samplings], dtype=np.uint64),
+            np.array([turn.length for turn in turns], dtype=np.uint64),
+        )
+        tokens, logprobs = draw(logits, draws)
+        now_s = time.monotonic()
+        self._counters.generated_tokens += len(turns)
+        for turn, token, logprob in zip(turns, tokens, logprobs, strict=True):
+            self._take(turn, token, logprob, now_s)
+
+    def _take(self, turn: Turn, token: int, logprob: float, now_s: float) -> None:
+        turn.append(token, logprob, self.weights.version)
+        if turn.first_token_s is None:
+            turn.first_token_s = now_s
+        if (ending := turn.ending()) is not None:
+            self._finish(turn, *ending)
+        elif turn.lane is not None and turn.row >= turn.lane.decoding:
+            self._pool.lanes.start_decoding(turn)
+
+    def _finish(self, turn: Turn, reason: FinishReason, matched: int | str | None) -> None:
+        if turn.lane is None:
+            self._waiting.remove(turn)
+        elif turn.hold:
+            self._pool.hold(turn)
+        else:
+            self._pool.remove(turn)
+        turn.answer(turn.reply(reason, matched, now_s=time.monotonic()))
+
+    def _fail_everything(self) -> None:
+        """Nothing that half new weights computed may leave this engine."""
+        refusal = self._broken(self.weights.broken or "")
+        turns, self._waiting = [*self._waiting, *self._pool.running], []
+        for turn in list(self._pool.running):
+            self._pool.remove(turn)
+        jobs, self._scores = self._scores, []
+        self._pool.held.clear()
+        for turn in turns:
+            turn.answer(refusal)
+        for job in jobs:
+            job.answer(refusal)
+
+    def _refuse_when_broken(self) -> None:
+        if self.weights.broken is not None:
+            raise self._broken(self.weights.broken)
+
+    def _broken(self, why: str) -> Refusal:
+        return Refusal(503, "broken_weights", why, "publish a full version again, or start the engine again")
+
+    def _check_tokens(self, token_ids: list[int], *, below: int) -> None:
+        if not token_ids:
+            raise Refusal(400, "token_ids", "token_ids: is empty", "send at least one token")
+        if wrong := [token for token in token_ids if not 0 <= token < below]:
+            message = f"token_ids: {wrong[0]} is not in the model's vocabulary of {below}"
+            raise Refusal(400, "token_ids", message, "use the tokenizer of the model folder")
+
+    def _check_generate(self, request: GenerateRequest) -> None:
+        if len(request.token_ids) >= self._limit:
+            raise self._too_long("token_ids", len(request.token_ids))
+        if any(not string for string in request.sampling.stop_strings):
+            raise Refusal(400, "stop_strings", "stop_strings: one is empty", "leave it out")
+        if request.min_version is not None:
+            self._check_version(request.min_version)
+        known = (*self._waiting, *self._pool.running)
+        if any(turn.request.request_id == request.request_id for turn in known):
+            message = f"request_id: {request.request_id!r} is running"
+            raise Refusal(409, "request_id", message, "give each request an id of its own")
+
+    def _check_version(self, text: str) -> None:
+        try:
+            wanted = Version.parse(text)
+        except ValueError as exc:
+            message = f"min_version: {text!r} is not EPOCH.NUMBER"
+            raise Refusal(400, "min_version", message, "send it as '0.7'") from exc
+        if self.weights.version < wanted:
+            message = f"min_version: {wanted} is wanted, {self.weights.version} is served"
+            raise Refusal(409, "version", message, "wait until the update is committed")
+
+    def _too_long(self, field: str, tokens: int) -> Refusal:
+        message = (
+            f"{field}: {tokens} tokens and one to sample do not fit: the context has "
+            f"{self._model.context_tokens} tokens, the KV pool {self._pool.kv_tokens}"
+        )
+        return Refusal(413, "too_long", message, "shorten the context, or start the engine with more KV tokens")

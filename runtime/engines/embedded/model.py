@@ -1,0 +1,192 @@
+"""A model folder, loaded for generation: transformers behind one typed object.
+
+A folder that cannot be served is refused here, before anything runs, with what to do about it.  The
+packed forward pass is compared with the model's own attention on a few tokens, so an architecture
+that the engine would compute wrongly is refused too.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from sostenuto.runtime.engines.embedded import attention
+from sostenuto.runtime.engines.embedded.attention import Chunk, Decode, Step
+from sostenuto.runtime.engines.embedded.lanes import KvShape
+from sostenuto.runtime.engines.embedded.refusal import Refusal
+
+_PROBE_TOKENS = 12
+# Of the largest logit; what two kernels may differ by in one forward pass of a few tokens.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """What the engine needs of a model.  `forward` may run on one thread at a time."""
+
+    name: str
+    module: PreTrainedModel
+    tokenizer: Tokenizer
+    tokenizer_size: int
+    """Ids from here on have no text and are never sampled."""
+    vocabulary_size: int
+    context_tokens: int
+    shape: KvShape
+
+    @property
+    def architecture(self) -> str:
+        return type(self.module).__name__
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, step: Step
+    ) -> torch.Tensor:
+        """Logits (wanted, tokenizer_size) of packed tokens (T,), at the places `wanted`; KV goes to `step`."""
+        output: Any = self.module(
+            input_ids=token_ids[None], position_ids=positions[None], logits_to_keep=wanted,
+            use_cache=False, slots=step,
+        )  # fmt: skip
+        return output.logits[0, :, : self.tokenizer_size]
+
+
+def load(folder: Path, *, dtype: str, device: str) -> Model:
+    """Load a model folder, or raise Refusal."""
+    attention.register()
+    # Progress bars and advice of the library do not belong into an engine's log.
+    transformers.utils.logging.set_verbosity_error()  # pyright: ignore[reportUnknownMemberType]
+    transformers.utils.logging.disable_progress_bar()  # pyright: ignore[reportUnknownMemberType]
+    config = _config(folder)
+    tokenizer = _tokenizer(folder)
+    module = _weights(folder, config, getattr(torch, dtype)).to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    module.eval().requires_grad_(False)
+    vocabulary_size = _output_rows(module)
+    tokenizer_size = min(max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1, vocabulary_size)
+    text = config.get_text_config()
+    return Model(
+        name=folder.name,
+        module=module,
+        tokenizer=tokenizer,
+        tokenizer_size=tokenizer_size,
+        vocabulary_size=vocabulary_size,
+        context_tokens=int(getattr(text, "max_position_embeddings", 1 << 30)),
+        shape=_probe(module, tokenizer_size),
+    )
+
+
+def _config(folder: Path) -> PretrainedConfig:
+    if not (folder / "config.json").is_file():
+        raise _refused("no config.json", folder, "give a folder in Hugging Face format")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError) as exc:
+        raise _refused(f"config.json is not understood: {_first_line(exc)}", folder, _KNOWN) from exc
+
+
+_KNOWN = "use a causal language model that the installed transformers knows"
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise _refused("no tokenizer.json", folder, "save the fast tokenizer into the model folder")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as exc:  # noqa: BLE001 - tokenizers raises bare Exception for a malformed file
+        raise _refused(f"tokenizer.json is not understood: {exc}", folder, "save the tokenizer again") from exc
+    if not tokenizer.get_vocab_size():
+        raise _refused("tokenizer.json has no tokens", folder, "save the tokenizer again")
+    return tokenizer
+
+
+def _weights(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    if not any(folder.glob("*.safetensors")):
+        raise _refused("no *.safetensors", folder, "save the weights as safetensors into the model folder")
+    try:
+        module, report = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True,
+            local_files_only=True, output_loading_info=True,
+        )  # fmt: skip
+    except ValueError as exc:
+        raise _refused(f"{config.model_type} cannot be served: {_first_line(exc)}", folder, _KNOWN) from exc
+    except (RuntimeError, OSError) as exc:
+        raise _refused(f"weights do not fit the configuration: {_first_line(exc)}", folder, _AGAIN) from exc
+    if missing := sorted(report["missing_keys"]):
+        raise _refused(f"weights lack {', '.join(missing[:3])} ({len(missing)} in all)", folder, _AGAIN)
+    return module
+
+
+_AGAIN = "save config.json and weights of the same model again"
+
+
+def _output_rows(module: PreTrainedModel) -> int:
+    head: Any = module.get_output_embeddings()
+    return int(head.weight.shape[0])
+
+
+@torch.inference_mode()
+def _probe(module: PreTrainedModel, tokenizer_size: int) -> KvShape:
+    """The shape of one token's KV; Refusal when the packed pass differs from the model's own attention."""
+    device = module.device
+    token_ids = (torch.arange(_PROBE_TOKENS, device=device) * 7 + 1) % tokenizer_size
+    try:
+        own, shape = _own_pass(module, token_ids)
+        packed = _packed_pass(module, token_ids, shape)
+    except (TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as exc:
+        raise _unfit(module, _first_line(exc)) from exc
+    worst = float((own - packed).abs().max())
+    allowed = _TOLERANCE[own.dtype] * max(1.0, float(own.abs().max()))
+    if not worst <= allowed:
+        raise _unfit(module, f"logits differ from the model's own attention by {worst:.2g}")
+    return shape
+
+
+def _own_pass(module: PreTrainedModel, token_ids: torch.Tensor) -> tuple[torch.Tensor, KvShape]:
+    module.set_attn_implementation("eager")
+    try:
+        output: Any = module(input_ids=token_ids[None], use_cache=True)
+    finally:
+        module.set_attn_implementation(attention.NAME)
+    layers = output.cache.layers
+    shapes = {(tuple(layer.keys.shape[1:]), tuple(layer.values.shape[1:])) for layer in layers}
+    if len(shapes) != 1:
+        raise NotImplementedError("its layers keep KV of different shapes")
+    (keys, values) = shapes.pop()
+    kept = layers[0].keys
+    return output.logits[0], KvShape(len(layers), keys[0], keys[2], values[2], kept.dtype, kept.device)
+
+
+def _packed_pass(module: PreTrainedModel, token_ids: torch.Tensor, shape: KvShape) -> torch.Tensor:
+    """As a chunk from nothing, a chunk that continues, and single decoded tokens."""
+    keys, values = shape.empty(_PROBE_TOKENS, rows=1)
+    positions = torch.arange(_PROBE_TOKENS, device=token_ids.device)
+    outputs: list[torch.Tensor] = []
+    edges = [0, 4, 9, *range(10, _PROBE_TOKENS + 1)]
+    for start, end in zip(edges, edges[1:], strict=False):
+        if end - start > 1:
+            step = Step((), (Chunk(0, keys[:, 0], values[:, 0], start, end - start),))
+        else:
+            step = Step((Decode(0, keys, values, positions[start:end], end),), ())
+        output: Any = module(
+            input_ids=token_ids[None, start:end], position_ids=positions[None, start:end],
+            use_cache=False, slots=step,
+        )  # fmt: skip
+        outputs.append(output.logits[0])
+    return torch.cat(outputs)
+
+
+def _unfit(module: PreTrainedModel, why: str) -> Refusal:
+    name = type(module).__name__
+    return Refusal(400, "unknown_architecture", f"{name} cannot be served by this engine: {why}", _KNOWN)
+
+
+def _refused(what: str, folder: Path, remedy: str) -> Refusal:
+    return Refusal(400, "model", f"model folder {folder}: {what}", remedy)
+
+
+def _first_line(exc: Exception) -> str:
+    text = " ".join(str(exc).split())
+    return text if len(text) <= 300 else text[:300] + "..."
+

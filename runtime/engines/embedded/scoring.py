@@ -1,0 +1,67 @@
+"""Log-probabilities of tokens that somebody else chose.
+
+A job is computed chunk by chunk between the engine's steps, on KV of its own outside the pool, so that
+a long text does not stop the programs that decode.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sostenuto.runtime.engines.embedded.attention import Chunk, Step
+from sostenuto.runtime.engines.embedded.model import Model
+from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.embedded.sampling import log_probabilities
+from sostenuto.runtime.engines.wire import ScoreReply, ScoreRequest
+from sostenuto.types import Version
+
+_CHUNK_TOKENS = 256
+
+
+@dataclass(slots=True, eq=False)
+class ScoreJob:
+    """One request to score; the engine thread alone advances it."""
+
+    request: ScoreRequest
+    answer: Callable[[ScoreReply | Refusal], None]
+    _token_ids: torch.Tensor = field(init=False)
+    _kv: tuple[torch.Tensor, torch.Tensor] | None = None
+    _computed: int = 0
+    _logprobs: list[float] = field(default_factory=list[float])
+
+    def __post_init__(self) -> None:
+        self._token_ids = torch.tensor(self.request.token_ids)
+
+    def restart(self) -> None:
+        """Begin again: the weights are others now."""
+        self._computed = 0
+        self._logprobs.clear()
+
+    def advance(self, model: Model, version: Version) -> bool:
+        """Compute one chunk; True when that was the last one and the request is answered."""
+        total = len(self._token_ids) - 1  # nothing follows the last token
+        start, end = self._computed, min(self._computed + _CHUNK_TOKENS, total)
+        self._computed = end
+        first = max(start, self.request.start - 1)
+        logits = self._forward(model, start, end, wanted=torch.arange(min(first, end - 1), end) - start)
+        if first < end:
+            self._take(logits, self._token_ids[first + 1 : end + 1].to(logits.device))
+        if end < total:
+            return False
+        self.answer(ScoreReply(logprobs=self._logprobs, version=str(version)))
+        return True
+
+    def _forward(self, model: Model, start: int, end: int, wanted: torch.Tensor) -> torch.Tensor:
+        if self._kv is None:
+            self._kv = model.shape.empty(len(self._token_ids))
+        device = model.shape.device
+        step = Step((), (Chunk(0, self._kv[0], self._kv[1], start, end - start),))
+        ids = self._token_ids[start:end].to(device)
+        return model.forward(ids, torch.arange(start, end, device=device), wanted.to(device), step)
+
+    def _take(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        temperatures = np.full(len(targets), self.request.temperature, dtype=np.float32)
+        logprobs = log_probabilities(logits, temperatures).gather(1, targets[:, None])
+        self._logprobs.extend(logprobs[:, 0].tolist())

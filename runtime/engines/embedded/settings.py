@@ -1,0 +1,32 @@
+"""What an embedded engine is started with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedSettings:
+    """One engine process.  Checked by the process itself, which says what is wrong before it serves."""
+
+    model: Path
+    """Folder with config.json, tokenizer.json and *.safetensors."""
+    socket: Path
+    """Unix socket to serve on; made with mode 0600."""
+    kv_tokens: int
+    """KV of running and held programs together."""
+    concurrency: int
+    """Requests that decode together."""
+    threads: int = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    version: str = "0.0"
+    device: str = "cpu"
+
+    def arguments(self) -> list[str]:
+        """The command line of `python -m sostenuto.runtime.engines.embedded`."""
+        pairs = {
+            "--model": self.model, "--socket": self.socket, "--kv-tokens": self.kv_tokens,
+            "--concurrency": self.concurrency, "--threads": self.threads, "--dtype": self.dtype,
+            "--version": self.version, "--device": self.device,
+        }  # fmt: skip
+        return [text for name, value in pairs.items() for text in (name, str(value))]

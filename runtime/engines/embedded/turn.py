@@ -1,0 +1,147 @@
+"""One request in the engine, from submission to its one answer.
+
+- `tokens[:length]` is the context with what was sampled; `tokens[:computed]` has its KV in the row.
+- The KV of the last sampled token is computed by the step that samples the next one, so a finished turn
+  has KV for length - 1 tokens, and the next turn's suffix begins with that token.
+- A request that lost its row (no room, new weights) computes `tokens[:length]` again; what it sampled
+  stays, and `cached_tokens + prefilled_tokens` remains the length of the request's context.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from sostenuto.runtime.engines.embedded.lanes import Lane
+from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.wire import FinishReason, GenerateReply, GenerateRequest, WireVersionSpan
+from sostenuto.types import Version
+
+Ids = NDArray[np.int32]
+
+KvTags = tuple[tuple[Version, int], ...]
+"""Which version computed the KV from which token on; the first entry is the oldest."""
+
+
+def tagged(tags: KvTags, version: Version, start: int) -> KvTags:
+    """`tags` with `version` from `start` on."""
+    return tags if tags and tags[-1][0] == version else (*tags, (version, start))
+
+
+def cut(tags: KvTags, tokens: int) -> KvTags:
+    """The tags of the first `tokens` tokens."""
+    return tuple(tag for tag in tags if tag[1] < tokens)
+
+
+def common_prefix(one: Ids, other: Ids) -> int:
+    """How many leading tokens are equal."""
+    shorter = min(len(one), len(other))
+    if not shorter:
+        return 0
+    differs = one[:shorter] != other[:shorter]
+    first = int(differs.argmax())
+    return first if differs[first] else shorter
+
+
+class StopStrings:
+    """Watches the text of the sampled tokens; nothing is ever cut from the tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, strings: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._strings = strings
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._longest = max(map(len, strings))
+        self._tail = ""
+
+    def matched(self, token: int) -> str | None:
+        """The stop string that `token` completes; the first in the request's order when several."""
+        piece: str | None = self._stream.step(self._tokenizer, token)
+        if piece is None:  # in the middle of a character
+            return None
+        text = self._tail + piece
+        self._tail = text[1 - self._longest :] if self._longest > 1 else ""
+        return next((string for string in self._strings if string in text), None)
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """The engine thread alone changes it."""
+
+    request: GenerateRequest
+    answer: Callable[[GenerateReply | Refusal], None]
+    tokens: Ids
+    """As long as it can become; `length` are there."""
+    length: int
+    matcher: StopStrings | None
+    submitted_s: float
+    hold: bool
+    stop_ids: frozenset[int]
+    lane: Lane | None = None
+    row: int = -1
+    computed: int = 0
+    tags: KvTags = ()
+    cached_tokens: int | None = None
+    logprobs: list[float] = field(default_factory=list[float])
+    version_starts: list[tuple[Version, int]] = field(default_factory=list[tuple[Version, int]])
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    pause_s: float = 0.0
+
+    @property
+    def context(self) -> Ids:
+        return self.tokens[: self.length]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still sample."""
+        return len(self.tokens) - self.length
+
+    @property
+    def generated(self) -> int:
+        return self.length - len(self.request.token_ids)
+
+    def append(self, token: int, logprob: float, version: Version) -> None:
+        """Take one sampled token."""
+        if not self.version_starts or self.version_starts[-1][0] != version:
+            self.version_starts.append((version, self.generated))
+        self.tokens[self.length] = token
+        self.length += 1
+        self.logprobs.append(logprob)
+
+    def ending(self) -> tuple[FinishReason, int | str | None] | None:
+        """Whether the token that was just appended ends the turn, and what it matched."""
+        token = int(self.tokens[self.length - 1])
+        if token in self.stop_ids:
+            return FinishReason.STOP, token
+        if self.matcher is not None and (string := self.matcher.matched(token)) is not None:
+            return FinishReason.STOP, string
+        return None if self.remaining else (FinishReason.LENGTH, None)
+
+    def reply(self, reason: FinishReason, matched: int | str | None, *, now_s: float) -> GenerateReply:
+        """What the request is answered with when it ends at `now_s`."""
+        admitted_s = now_s if self.admitted_s is None else self.admitted_s
+        first_token_s = now_s if self.first_token_s is None else self.first_token_s
+        cached = self.cached_tokens or 0
+        return GenerateReply(
+            token_ids=self.tokens[len(self.request.token_ids) : self.length].tolist(),
+            logprobs=self.logprobs,
+            versions=self._version_spans(),
+            finish_reason=reason,
+            matched=matched,
+            cached_tokens=cached,
+            prefilled_tokens=len(self.request.token_ids) - cached,
+            queue_s=admitted_s - self.submitted_s,
+            prefill_s=first_token_s - admitted_s,
+            decode_s=now_s - first_token_s,
+            pause_s=self.pause_s,
+        )
+
+    def _version_spans(self) -> list[WireVersionSpan]:
+        ends = [start for _, start in self.version_starts[1:]] + [self.generated]
+        return [
+            WireVersionSpan(version=str(version), start=start, end=end)
+            for (version, start), end in zip(self.version_starts, ends, strict=True)
+        ]

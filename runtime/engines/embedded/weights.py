@@ -1,0 +1,151 @@
+"""New weights beside the old ones, and the swap.
+
+- `stage` copies and verifies into spare tensors while the model decodes; `commit` exchanges pointers
+  between two steps, so the pause does not grow with the model, and the old tensors are the next spare.
+- Tied parameters are one tensor and stay one.
+- Versions never go back.  After a commit that failed half way, `broken` says so until a full update.
+"""
+
+import mmap
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
+from sostenuto.types import Version
+
+_PUBLISH_AGAIN = "publish the version again; the engine still serves the old weights"
+
+
+class Weights:
+    """The parameters of one module, under one version."""
+
+    def __init__(self, module: torch.nn.Module, version: Version) -> None:
+        self.version = version
+        self.staged: Version | None = None
+        self.broken: str | None = None
+        self._names, self._live = _distinct(module.state_dict(keep_vars=True))
+        self._spare: dict[str, torch.Tensor] = {}
+
+    def stage(self, manifest: Manifest) -> Version:
+        """Copy and verify every tensor of `manifest`; Refusal names the first that is wrong."""
+        version = self._newer(manifest.version)
+        self.staged = None
+        entries = self._complete(manifest)
+        with _mapped(manifest) as content:
+            for name, entry in entries.items():
+                _check_form(entry, self._live[name])
+                self._copy(name, entry, content)
+        self.staged = version
+        return version
+
+    def commit(self, text: str) -> Version:
+        """Serve what was staged as version `text`; between two steps, on the engine's thread."""
+        version = self._newer(text)
+        if self.staged != version:
+            raise _not_prepared(text, self.staged)
+        self.broken = f"the update to {version} failed half way"
+        for name, live in self._live.items():
+            self._exchange(live, name)
+        self.version, self.staged, self.broken = version, None, None
+        return version
+
+    def abandon(self, text: str) -> None:
+        """Forget what was staged as version `text`; idempotent."""
+        if self.staged == _parsed(text):
+            self.staged = None
+
+    def _exchange(self, live: torch.Tensor, name: str) -> None:
+        live.data, self._spare[name] = self._spare[name], live.data
+
+    def _newer(self, text: str) -> Version:
+        version = _parsed(text)
+        if version <= self.version:
+            message = f"version: {version} is not newer than {self.version}, which is served"
+            raise Refusal(409, "version", message, "versions never go back; publish a newer one")
+        return version
+
+    def _complete(self, manifest: Manifest) -> dict[str, TensorEntry]:
+        """Entries by the name under which this engine keeps the tensor."""
+        entries: dict[str, TensorEntry] = {}
+        for entry in manifest.tensors:
+            name = self._names.get(entry.name)
+            if name is None:
+                raise _wrong(entry.name, "the model has no such tensor")
+            if name in entries:
+                raise _wrong(entry.name, f"is given twice (tied to {entries[name].name})")
+            entries[name] = entry
+        if missing := [name for name in self._live if name not in entries]:
+            raise _wrong(missing[0], f"is missing ({len(missing)} missing in all)")
+        return entries
+
+    def _copy(self, name: str, entry: TensorEntry, content: memoryview) -> None:
+        if entry.offset + entry.nbytes > len(content):
+            raise _wrong(entry.name, f"ends after the file's {len(content)} bytes")
+        # A private copy, so that what is verified cannot change any more.
+        held = np.array(content[entry.offset : entry.offset + entry.nbytes], dtype=np.uint8)
+        if zlib.crc32(held) != entry.checksum:
+            raise _wrong(entry.name, "its bytes do not have the checksum of the manifest")
+        live = self._live[name]
+        if name not in self._spare:
+            self._spare[name] = torch.empty_like(live.data)
+        self._spare[name].copy_(torch.from_numpy(held).view(live.dtype).view(live.shape))
+
+
+def _distinct(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Each name's first alias, and the tensors by first alias."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+    return names, {name: state[name] for name in first.values()}
+
+
+def _check_form(entry: TensorEntry, live: torch.Tensor) -> None:
+    dtype = str(live.dtype).removeprefix("torch.")
+    if entry.shape != tuple(live.shape):
+        raise _wrong(entry.name, f"has shape {list(entry.shape)}, the model has {list(live.shape)}")
+    if entry.dtype != dtype:
+        raise _wrong(entry.name, f"has dtype {entry.dtype}, the engine serves {dtype}")
+    if entry.nbytes != live.nbytes:
+        raise _wrong(entry.name, f"has {entry.nbytes} bytes, its shape has {live.nbytes}")
+
+
+class _mapped:  # noqa: N801 - a context manager, used like a function
+    """The manifest's file as read-only bytes."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    def __enter__(self) -> memoryview:
+        path = Path(self._manifest.path)
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as exc:
+            message = f"path: {path} cannot be mapped: {exc}"
+            raise Refusal(422, "manifest", message, _PUBLISH_AGAIN) from exc
+        self._view = memoryview(self._map)
+        return self._view
+
+    def __exit__(self, *_: object) -> None:
+        self._view.release()
+        self._map.close()
+
+
+def _parsed(text: str) -> Version:
+    try:
+        return Version.parse(text)
+    except ValueError as exc:
+        raise Refusal(400, "version", f"version: {text!r} is not EPOCH.NUMBER", "send it as '0.7'") from exc
+
+
+def _wrong(tensor: str, what: str) -> Refusal:
+    return Refusal(422, "tensor", f"tensor {tensor!r}: {what}", _PUBLISH_AGAIN)
+
+
+def _not_prepared(text: str, staged: Version | None) -> Refusal:
+    message = f"version: {text} is not prepared (prepared: {staged or 'none'})"
+    return Refusal(409, "not_prepared", message, "prepare it first")
