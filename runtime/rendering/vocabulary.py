@@ -39,7 +39,7 @@ class Disguise:
     def hide(self, text: str) -> str:
         """`text` with every look-alike broken; lone surrogates, which have no encoding, become `?`."""
         clean = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-        if self.starts is None:
+        if self.starts is None or not any(chr(code) in clean for code in self.stand_ins):
             return clean
         return self.starts.sub(lambda match: match[0].translate(self.stand_ins), clean)
 
