@@ -1,0 +1,89 @@
+"""Try an environment in this process, without server or worker: for its author's own tests.
+
+async with so_test(Ledger, LedgerTask(...), sandbox) as program:
+    result = await program.call("bash", {"command": "ls"})
+    assert await program.reward(answer="42") == 1.0
+"""
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pydantic import BaseModel, JsonValue
+
+from sostenuto.envs.declaration import declaration
+from sostenuto.envs.environment import Environment, GivenSecrets
+from sostenuto.envs.program import Program, start
+from sostenuto.envs.registry import LoadedEnvironment
+from sostenuto.envs.verdict import Verdict
+from sostenuto.sandbox.protocol import Sandbox
+from sostenuto.tools.wire import ToolSchema
+from sostenuto.types import Episode, Message, StopReason, ToolCall, ToolResult
+
+TRIAL_S = 60.0
+"""Given to `reset` and to `reward`."""
+
+
+class Trial:
+    """One program under test.  It keeps the conversation that its calls make."""
+
+    def __init__(self, program: Program, messages: tuple[Message, ...], seed: int) -> None:
+        self._program = program
+        self._seed = seed
+        self._results: list[ToolResult] = []
+        self.messages = list(messages)
+
+    @property
+    def environment(self) -> Environment[Any]:
+        return self._program.environment
+
+    @property
+    def tools(self) -> dict[str, ToolSchema]:
+        return {name: declared.tool.schema for name, declared in self._program.tools.items()}
+
+    async def call(self, name: str, arguments: Mapping[str, JsonValue] | str = "{}") -> ToolResult:
+        """Call a tool as the policy would, with arguments or with their JSON text."""
+        text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments))
+        result = await self._program.call(name, text)
+        self._results.append(result)
+        self.messages.append(Message("assistant", "", (ToolCall(name, text),)))
+        self.messages.append(Message("tool", result.content, name=name))
+        return result
+
+    async def reward(self, answer: str = "", stop_reason: StopReason = StopReason.ANSWERED) -> float:
+        """End the conversation with `answer` and score it."""
+        return (await self.verdict(answer, stop_reason)).value
+
+    async def verdict(self, answer: str = "", stop_reason: StopReason = StopReason.ANSWERED) -> Verdict:
+        """Like `reward`, with the metrics."""
+        messages = (*self.messages, Message("assistant", answer))
+        turns = sum(message.role == "assistant" for message in messages)
+        episode = Episode(messages, stop_reason, tuple(self._results), turns, self._seed)
+        return await self._program.score(episode, TRIAL_S)
+
+
+@asynccontextmanager
+async def so_test(
+    environment: type[Environment[Any]],
+    task: BaseModel,
+    sandbox: Sandbox | None = None,
+    *,
+    seed: int = 0,
+    secrets: Mapping[str, str] | None = None,
+    **options: JsonValue,
+) -> AsyncGenerator[Trial]:
+    """Prepare one program of the environment; it is closed when the block is left."""
+    declaration(environment)
+    program = await start(
+        "trial",
+        LoadedEnvironment(environment, options),
+        task.model_dump_json().encode(),
+        seed=seed,
+        secrets=GivenSecrets(secrets or {}),
+        sandbox=sandbox,
+    )
+    try:
+        yield Trial(program, await program.reset(TRIAL_S), seed)
+    finally:
+        await program.close()

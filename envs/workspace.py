@@ -1,0 +1,146 @@
+"""An environment's sandbox, as its author declares it and as its methods use it.
+
+`sandbox = SandboxSpec(...)` in a class body is a declaration; `self.sandbox` on an instance is the
+handle of the sandbox that the tool server lent to that program.
+"""
+
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Self, overload
+
+from sostenuto.errors import ConfigError, SandboxError
+from sostenuto.sandbox.protocol import Blueprint, Sandbox, SandboxLimits, ShellResult
+
+DEFAULT_SHELL_S = 30.0
+_LIMITS = SandboxLimits()
+_ATTRIBUTE = "__sostenuto_sandbox__"
+
+deadline_s: ContextVar[float | None] = ContextVar("deadline_s", default=None)
+"""When the tool that runs in this context is ended, on the monotonic clock."""
+
+
+class ShellDeadline(TimeoutError):  # noqa: N818 - reads as the fact it states
+    """A command was ended because its tool's time is over; `output` is what it had written."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__("a shell command ran until the tool's deadline")
+        self.output = output
+
+
+class Workspace:
+    """The sandbox of one program.  Every method raises SandboxError when the sandbox is gone."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+
+    async def shell(self, command: str, timeout_s: float | None = None) -> str:
+        """Run a command in the persistent shell and return stdout and stderr as they came.
+
+        A line `[exit code N]` or `[timed out after N s]` is appended unless it exited with 0.  A command that
+        still runs just before its tool's deadline is ended there, so that what it wrote is not lost.
+        """
+        allowed_s = _allowed_s(timeout_s)
+        result = await self.run(command, timeout_s=allowed_s)
+        if not result.timed_out:
+            return _with_line(result.output, f"[exit code {result.exit_code}]" if result.exit_code else "")
+        if deadline_s.get() is not None and (timeout_s is None or allowed_s < timeout_s):
+            raise ShellDeadline(result.output)
+        return _with_line(result.output, f"[timed out after {allowed_s:g} s]")
+
+    async def run(
+        self, command: str, *, timeout_s: float | None = None, output_bytes: int = 65536
+    ) -> ShellResult:
+        """Like `shell`, with exit code and output apart."""
+        return await self._sandbox.shell(command, timeout_s=_allowed_s(timeout_s), output_bytes=output_bytes)
+
+    async def read(self, path: str, *, max_bytes: int = 1 << 20) -> str:
+        """Content of a workspace file as UTF-8, with replacement characters for what is not."""
+        return (await self.read_bytes(path, max_bytes=max_bytes)).decode(errors="replace")
+
+    async def read_bytes(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        return await self._sandbox.read(path, max_bytes=max_bytes)
+
+    async def write(self, path: str, content: str | bytes) -> None:
+        """Create or replace a workspace file, folders included."""
+        await self._sandbox.write(path, content.encode() if isinstance(content, str) else content)
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """What an environment needs of its sandbox."""
+
+    template: str | None = None
+    """Folder whose content the workspace starts with: a path, or a name next to the environment's file."""
+    files: Mapping[str, str | bytes] = field(default_factory=dict[str, str | bytes])
+    """Written into the workspace before the shell starts; relative paths."""
+    memory_bytes: int = _LIMITS.memory_bytes
+    processes: int = _LIMITS.processes
+    file_bytes: int = _LIMITS.file_bytes
+    """The largest file that can be written."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "processes", "file_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"SandboxSpec: {name} is {getattr(self, name)}; give a positive number")
+        for path in self.files:
+            parts = PurePosixPath(path)
+            if not path or parts.is_absolute() or ".." in parts.parts:
+                raise ConfigError(f"SandboxSpec: files[{path!r}] leaves the workspace; give a relative path")
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Workspace: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Self | Workspace:
+        if instance is None:
+            return self
+        workspace = vars(instance).get(_ATTRIBUTE)
+        if not isinstance(workspace, Workspace):
+            raise SandboxError(f"{owner.__name__}.sandbox: no sandbox yet; it is there from `reset` on")
+        return workspace
+
+    def blueprint(self, folder: Path) -> Blueprint:
+        """The spec as backends take it; a template that is not a path is looked for in `folder`."""
+        return Blueprint(
+            template=None if self.template is None else str(_find_template(self.template, folder)),
+            files={path: c.encode() if isinstance(c, str) else c for path, c in self.files.items()},
+            environment=dict(self.environment),
+            limits=SandboxLimits(
+                memory_bytes=self.memory_bytes, processes=self.processes, file_bytes=self.file_bytes
+            ),
+        )
+
+
+def lend(instance: object, sandbox: Sandbox) -> None:
+    """Make `sandbox` what `self.sandbox` is on this instance."""
+    vars(instance)[_ATTRIBUTE] = Workspace(sandbox)
+
+
+def _find_template(template: str, folder: Path) -> Path:
+    places = (folder / template, folder / "templates" / template, Path.cwd() / template)
+    for place in places:
+        if place.is_dir():
+            return place.resolve()
+    looked = ", ".join(dict.fromkeys(str(place) for place in places))
+    raise ConfigError(f"SandboxSpec: template {template!r} is not a folder; looked at {looked}")
+
+
+def _allowed_s(wanted_s: float | None) -> float:
+    """No longer than until just before the tool's own deadline."""
+    ends_s = deadline_s.get()
+    if ends_s is None:
+        return DEFAULT_SHELL_S if wanted_s is None else wanted_s
+    left_s = max(0.05, (ends_s - time.monotonic()) * 0.95 - 0.1)
+    return left_s if wanted_s is None else min(wanted_s, left_s)
+
+
+def _with_line(output: str, line: str) -> str:
+    if not line:
+        return output
+    return f"{output}{'' if not output or output.endswith(chr(10)) else chr(10)}{line}"
