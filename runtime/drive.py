@@ -35,6 +35,7 @@ from sostenuto.scheduler.kv import Footprint
 from sostenuto.tools.wire import EnvironmentRef, Reward, ToolSchema
 from sostenuto.tools.wire import Prepared as EnvironmentReady
 from sostenuto.types import (
+    CallId,
     EngineId,
     Episode,
     GroupId,
@@ -64,11 +65,11 @@ class ToolServer(Protocol):
     ) -> EnvironmentReady: ...
 
     async def call(
-        self, program_id: ProgramId, call_id: str, call: ToolCall, *, timeout_s: float
+        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float
     ) -> ToolResult: ...
 
     async def reward(
-        self, program_id: ProgramId, call_id: str, episode: Episode, *, timeout_s: float
+        self, program_id: ProgramId, call_id: CallId, episode: Episode, *, timeout_s: float
     ) -> Reward: ...
 
     async def release(self, program_id: ProgramId) -> None: ...
@@ -101,6 +102,8 @@ class Timeouts:
 
 
 Grant = Prepare | Decode | Refuse
+
+_REWARD = CallId("reward")
 
 _log = logging.getLogger(__name__)
 
@@ -292,7 +295,7 @@ class Drive:
         deadline_s = tool.timeout_s if tool else 0.0
         result = await self._around.tools.call(
             self.spec.id,
-            f"{self._turns}.{index}",
+            CallId(f"{self._turns}.{index}"),
             call,
             timeout_s=deadline_s + self._around.timeouts.call_margin_s,
         )
@@ -317,7 +320,7 @@ class Drive:
         )
         await self._release_kv()
         reward = await self._around.tools.reward(
-            self.spec.id, "reward", episode, timeout_s=self._around.timeouts.reward_s
+            self.spec.id, _REWARD, episode, timeout_s=self._around.timeouts.reward_s
         )
         self._spend(environment_s=anyio.current_time() - began_s)
         return reward

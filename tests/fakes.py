@@ -29,6 +29,7 @@ from sostenuto.runtime.rendering.renderer import Extension, Piece, Turn
 from sostenuto.tools.wire import EnvironmentRef, Prepared, Reward, ToolSchema
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import (
+    CallId,
     Episode,
     GroupId,
     Limits,
@@ -215,7 +216,7 @@ class FakeTools:
         return Prepared(messages=(Message("user", self.prompt),), tools=(tool,), elapsed_s=0)
 
     async def call(
-        self, program_id: ProgramId, call_id: str, call: ToolCall, *, timeout_s: float
+        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float
     ) -> ToolResult:
         del timeout_s
         self.calls.append((program_id, call_id, call))
@@ -225,7 +226,7 @@ class FakeTools:
         return ToolResult(self.status, f"[{call.arguments}]", done=call.name == "finish")
 
     async def reward(
-        self, program_id: ProgramId, call_id: str, episode: Episode, *, timeout_s: float
+        self, program_id: ProgramId, call_id: CallId, episode: Episode, *, timeout_s: float
     ) -> Reward:
         del program_id, call_id, timeout_s
         await anyio.lowlevel.checkpoint()

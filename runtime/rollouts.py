@@ -1,0 +1,70 @@
+"""Programs with their books kept: every one is submitted to ledger and journal, and ends in both.
+
+What comes out is a sealed trajectory (TRAIN, waiting for the trainer), or one that has its outcome.
+"""
+
+from collections import Counter
+
+import anyio
+
+from sostenuto.errors import Blame
+from sostenuto.records import Trajectory
+from sostenuto.runtime.dispatcher import Dispatcher
+from sostenuto.runtime.drive import ProgramSpec
+from sostenuto.runtime.journal import Journal, ProgramEnded, ProgramSealed, ProgramSubmitted
+from sostenuto.runtime.ledger import Ledger
+from sostenuto.types import Outcome, OutcomeKind, ProgramId, Purpose
+
+EVALUATED = Outcome(OutcomeKind.EVALUATED)
+
+
+class Rollouts:
+    """Runs programs of one job.  The only one who writes outcomes of programs that are not sealed."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, ledger: Ledger, journal: Journal, *, quarantine_after: int = 3
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._ledger = ledger
+        self._journal = journal
+        self._quarantine_after = quarantine_after
+        self._infrastructure_failures: Counter[str] = Counter()
+        self.cancelled_by = "user"
+        """Who is named when programs are cancelled."""
+
+    def is_quarantined(self, task_id: str) -> bool:
+        """Whether the task has failed for infrastructure reasons too often to be tried again."""
+        return self._infrastructure_failures[task_id] >= self._quarantine_after
+
+    @property
+    def quarantined(self) -> list[str]:
+        return sorted(task for task in self._infrastructure_failures if self.is_quarantined(task))
+
+    async def run(self, spec: ProgramSpec) -> Trajectory:
+        """Run one program; a cancelled one is in the books before the cancellation goes on."""
+        self._ledger.submit(spec.id)
+        self._journal.write(ProgramSubmitted(spec.id, spec.group_id, spec.task_id, spec.purpose))
+        try:
+            trajectory = await self._dispatcher.run(spec)
+        except anyio.get_cancelled_exc_class():
+            self.end(spec.id, Outcome(OutcomeKind.CANCELLED, self.cancelled_by))
+            raise
+        return self._enter(trajectory)
+
+    def end(self, program_id: ProgramId, outcome: Outcome, trajectory: Trajectory | None = None) -> None:
+        """The program's one outcome."""
+        self._ledger.end(program_id, outcome)
+        self._journal.write(ProgramEnded(program_id, outcome, trajectory))
+
+    def _enter(self, trajectory: Trajectory) -> Trajectory:
+        outcome = trajectory.outcome
+        if outcome is not None:
+            if outcome.blame is Blame.INFRASTRUCTURE:
+                self._infrastructure_failures[trajectory.task_id] += 1
+            self.end(trajectory.program_id, outcome, trajectory)
+        elif trajectory.purpose is Purpose.EVALUATE:
+            self.end(trajectory.program_id, EVALUATED, trajectory)
+        else:
+            self._ledger.seal(trajectory.program_id)
+            self._journal.write(ProgramSealed(trajectory))
+        return trajectory

@@ -1,0 +1,159 @@
+"""The tool server as a process of its own: composed here, launched from here.
+
+`python -m sostenuto.runtime.tool_process` reads its settings as JSON from stdin (a token has no place on a
+command line) and writes one line to stdout: where it listens, or what is wrong.
+"""
+
+import os
+import secrets as randomness
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from sostenuto.envs.pool import WorkerPool
+from sostenuto.errors import ConfigError, SostenutoError, ToolServerError, Unsupported
+from sostenuto.runtime.config import ToolServerSettings
+from sostenuto.sandbox.choose import choose_backend
+from sostenuto.tools.client import ToolServerClient
+from sostenuto.tools.config import ServerConfig
+from sostenuto.tools.process import serve
+from sostenuto.tools.secrets import secrets_from_environment
+
+_READY_S = 60.0
+_END_S = 20.0
+_LINE_BYTES = 1 << 16
+
+
+class _Orders(BaseModel):
+    """What the process is told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    server: ServerConfig
+    settings: ToolServerSettings
+    sandbox_root: Path
+    import_paths: tuple[str, ...]
+
+
+class _FirstWord(BaseModel):
+    """What the process says before it serves."""
+
+    url: str = ""
+    isolation: str = ""
+    error: str = ""
+    message: str = ""
+
+
+@asynccontextmanager
+async def launch_tool_server(
+    settings: ToolServerSettings, *, sandbox_root: Path, log: Path
+) -> AsyncGenerator[ToolServerClient]:
+    """Run a tool server while the block runs, with a client whose heartbeats keep its programs alive.
+
+    Raises Unsupported when no sandbox works here, ConfigError for a port in use; both name the remedy.
+    """
+    token = randomness.token_urlsafe(32)
+    server = ServerConfig(
+        port=settings.port,
+        token=token,
+        lease_s=settings.lease_s,
+        secret_names=settings.secrets,
+        parent_pid=os.getpid(),
+    )
+    orders = _Orders(
+        server=server,
+        settings=settings,
+        sandbox_root=sandbox_root.absolute(),
+        import_paths=tuple(path or str(Path.cwd()) for path in sys.path),
+    )
+    async with _process(orders, log) as word:
+        owner = f"runtime-{os.getpid()}-{randomness.token_hex(4)}"
+        async with (
+            ToolServerClient(word.url, token, owner, lease_s=settings.lease_s) as client,
+            anyio.create_task_group() as group,
+        ):
+            group.start_soon(client.heartbeats)
+            yield client
+            group.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _process(orders: _Orders, log: Path) -> AsyncGenerator[_FirstWord]:
+    with log.open("ab") as stderr:
+        process = await anyio.open_process(
+            [sys.executable, "-m", "sostenuto.runtime.tool_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    try:
+        yield await _introduce(process, orders, log)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await _end(process)
+
+
+async def _introduce(process: Process, orders: _Orders, log: Path) -> _FirstWord:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with anyio.fail_after(_READY_S):
+            await process.stdin.send(orders.model_dump_json().encode())
+            await process.stdin.aclose()
+            reader = BufferedByteReceiveStream(process.stdout)
+            word = _FirstWord.model_validate_json(await reader.receive_until(b"\n", _LINE_BYTES))
+    except (TimeoutError, anyio.EndOfStream, anyio.IncompleteRead, OSError, ValidationError) as error:
+        raise ToolServerError(f"the tool server did not start ({type(error).__name__}); see {log}") from error
+    if word.error:
+        kinds = {kind.__name__: kind for kind in (ConfigError, Unsupported)}
+        raise kinds.get(word.error, ToolServerError)(word.message)
+    return word
+
+
+async def _end(process: Process) -> None:
+    for end in (process.terminate, process.kill):
+        if process.returncode is None:
+            end()
+        with anyio.move_on_after(_END_S):
+            await process.wait()
+            break
+    await process.aclose()
+
+
+async def _serve(orders: _Orders) -> None:
+    settings = orders.settings
+    backend = await choose_backend(orders.sandbox_root, preferred=settings.sandbox, unsafe=settings.unsafe)
+    secrets = secrets_from_environment(settings.secrets, os.environ)
+    isolation = (await backend.probe()).isolation
+    async with WorkerPool(
+        size=settings.hosts, secrets=secrets, import_paths=list(orders.import_paths)
+    ) as hosts:
+        await serve(
+            orders.server, backend, hosts, ready=lambda url: _say(_FirstWord(url=url, isolation=isolation))
+        )
+
+
+def _say(word: _FirstWord) -> None:
+    sys.stdout.write(word.model_dump_json() + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    orders = _Orders.model_validate_json(sys.stdin.read())
+    try:
+        anyio.run(_serve, orders)
+    except SostenutoError as error:
+        _say(_FirstWord(error=type(error).__name__, message=str(error)))
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
