@@ -82,6 +82,7 @@ class FakeBackend:
 
     start_s: float = 0.0
     stop_s: float = 0.0
+    refusal: str = ""
     starting: int = 0
     most_starting: int = 0
     live: dict[str, FakeSandbox] = field(default_factory=dict[str, FakeSandbox])
@@ -94,6 +95,8 @@ class FakeBackend:
         return Probe("fake", works=True, isolation="none")
 
     async def start(self, name: str, blueprint: Blueprint) -> Sandbox:
+        if self.refusal:
+            raise ConfigError(self.refusal)
         self.starting += 1
         self.most_starting = max(self.most_starting, self.starting)
         try:

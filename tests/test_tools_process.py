@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -74,7 +74,8 @@ def test_a_server_process_ends_when_its_parent_is_killed():
         "print(child.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(SCRIPT).parent)}
+    path = os.pathsep.join([str(Path(SCRIPT).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
@@ -88,6 +89,8 @@ def test_a_server_process_ends_when_its_parent_is_killed():
     try:
         wait_for_end(handle)
     finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
         os.close(handle)
 
 

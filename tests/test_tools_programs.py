@@ -118,6 +118,13 @@ async def test_a_sandbox_that_does_not_start_in_time_is_blamed_on_the_sandbox():
         served.assert_nothing_left()
 
 
+async def test_a_blueprint_that_the_backend_refuses_stays_an_error_of_configuration():
+    async with serving(FakeBackend(refusal="shell 'fish'; known: bash, sh")) as served:
+        with pytest.raises(ConfigError, match="shell 'fish'"):
+            await served.programs.prepare(A, preparing())
+        served.assert_nothing_left()
+
+
 async def test_a_program_cannot_be_prepared_twice_until_it_is_released():
     async with serving(FakeBackend(stop_s=1)) as served:
         await served.programs.prepare(A, preparing())
@@ -306,6 +313,15 @@ async def test_a_shell_ends_with_its_client_and_with_its_program():
             group.start_soon(shell)
             await anyio.sleep(1)
             await served.programs.release(A)
+
+
+async def test_a_table_that_closes_admits_nothing_more():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing())
+        await served.programs.close()
+        served.assert_nothing_left()
+        with pytest.raises(Refused, match="the tool server is stopping"):
+            await served.programs.prepare(A, preparing())
 
 
 async def life(served: Served) -> None:
