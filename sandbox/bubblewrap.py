@@ -107,7 +107,7 @@ class BubblewrapBackend:
         check_blueprint(name, blueprint)
         find_bwrap()
         uid = system.sandbox_uid() if self._changes_user else None
-        folder = Folder.create(self._root, name, self.name, uid)
+        folder = Folder.create(self._root, name, self.name, uid=uid)
         return await start_local(folder, name, blueprint, partial(_plan, blueprint))
 
 

@@ -48,9 +48,11 @@ class Channel:
     def ended(self) -> bool:
         return self._ended or self._closed
 
-    @property
-    def remains(self) -> str:
-        """Status text that is no complete line: what a launcher said before it gave up."""
+    def last_words(self) -> str:
+        """What is left on the status pipe: where a launcher gave up, it says why."""
+        with suppress(BlockingIOError):
+            while not self._closed and (chunk := os.read(self._status, _CHUNK_BYTES)):
+                self._read_status(chunk)
         return " ".join([*self._lines, self._partial.decode(errors="replace")]).strip()
 
     def close_far_ends(self) -> None:

@@ -60,7 +60,9 @@ class Folder:
         self._closed = False
 
     @classmethod
-    def create(cls, root: Path, name: str, backend: str, uid: int | None) -> "Folder":
+    def create(
+        cls, root: Path, name: str, backend: str, *, uid: int | None = None, own_tmp: bool = False
+    ) -> "Folder":
         """A new folder owned by this process; raises SandboxError when the disk refuses."""
         owner = Owner.me()
         path = root / f"{owner.pid}.{owner.start_ticks}.{secrets.token_hex(8)}"
@@ -70,7 +72,7 @@ class Folder:
             root.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o711)
             (path / "owner.json").write_text(json.dumps(record | {"boot_id": owner.boot_id}))
-            for part in (folder.workspace, folder.tmp):
+            for part in (folder.workspace, folder.tmp)[: 1 + own_tmp]:
                 part.mkdir(mode=0o700)
                 if uid is not None:
                     os.chown(part, uid, uid)
@@ -83,7 +85,12 @@ class Folder:
         """Put template and files into the workspace; stops early when the folder is being removed."""
         with self._lock, self.open_workspace() as workspace:
             if blueprint.template is not None:
-                copy_tree(Path(blueprint.template), workspace, uid=self.uid, stop=lambda: self._closed)
+                template = Path(blueprint.template).resolve()
+                if self.path.resolve().is_relative_to(template):
+                    raise SandboxError(
+                        f"template {template} holds the sandboxes themselves; move one of the two"
+                    )
+                copy_tree(template, workspace, uid=self.uid, stop=lambda: self._closed)
             for path, content in blueprint.files.items():
                 if self._closed:
                     return

@@ -63,7 +63,7 @@ class LandlockBackend:
         uid = system.sandbox_uid()
         if uid is not None:
             _check_reachable(self._root)
-        folder = Folder.create(self._root, name, self.name, uid)
+        folder = Folder.create(self._root, name, self.name, uid=uid, own_tmp=True)
         return await start_local(folder, name, blueprint, partial(_plan, blueprint))
 
 

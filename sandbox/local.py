@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import anyio.to_thread
 from sostenuto.errors import ConfigError, SandboxError
 from sostenuto.sandbox import processes, workspace
 from sostenuto.sandbox.channel import Channel
-from sostenuto.sandbox.folders import MARKER, Folder
+from sostenuto.sandbox.folders import MARKER, Folder, end_marked
 from sostenuto.sandbox.protocol import Blueprint, ShellResult
 from sostenuto.sandbox.shell import SHELLS, PersistentShell
 
@@ -80,9 +79,8 @@ class LocalSandbox:
         shell = PersistentShell(self._channel, self._launcher.pid)
         await shell.start()
         self._shell = shell
-        for pid in (self._launcher.pid, *processes.children(self._launcher.pid)):
-            with suppress(ProcessLookupError):
-                self._pidfds.append(os.pidfd_open(pid))
+        launcher = self._launcher.pid
+        self._pidfds = processes.open_handles([launcher, *processes.children(launcher)])
 
     async def shell(self, command: str, *, timeout_s: float, output_bytes: int = 65536) -> ShellResult:
         if self._paused:
@@ -90,7 +88,8 @@ class LocalSandbox:
         return await self._running().run(command, timeout_s, output_bytes)
 
     def _running(self) -> PersistentShell:
-        if self._shell is None or self._gone or self._channel.ended:
+        launcher = self._launcher
+        if self._shell is None or launcher is None or launcher.poll() is not None or self._channel.ended:
             raise SandboxError(f"sandbox {self._name!r} has ended")
         return self._shell
 
@@ -157,9 +156,11 @@ class LocalSandbox:
 
     def _kill(self) -> None:
         launcher = self._launcher
-        if launcher is None or launcher.poll() is not None:
+        if launcher is None:
             return
-        if self._shell is None:
+        if launcher.poll() is not None:
+            end_marked(self._folder.path)  # whoever killed a supervisor has orphaned what it watched
+        elif self._shell is None:
             # Half started: its children may not yet be bound to die with it.
             processes.end_tree(launcher.pid)
         else:
@@ -173,9 +174,8 @@ class LocalSandbox:
             except subprocess.TimeoutExpired:
                 processes.end_tree(self._launcher.pid)
                 self._launcher.wait(_END_S)
-        for fd in self._pidfds:
-            os.close(fd)
-        self._pidfds.clear()
+        handles, self._pidfds = self._pidfds, []
+        processes.await_death(handles)
         self._channel.close()
 
 
@@ -183,6 +183,9 @@ def check_blueprint(name: str, blueprint: Blueprint) -> None:
     """Raise ConfigError or SandboxError for what no backend could start."""
     if blueprint.shell not in SHELLS:
         raise ConfigError(f"sandbox {name!r}: shell {blueprint.shell!r}; known: {', '.join(SHELLS)}")
+    for variable, value in blueprint.environment.items():
+        if not variable.isidentifier() or "\0" in value:
+            raise ConfigError(f"sandbox {name!r}: {variable!r} cannot be an environment variable")
     if blueprint.template is not None and not Path(blueprint.template).is_dir():
         raise SandboxError(f"sandbox {name!r}: template {blueprint.template!r} is not a folder")
 

@@ -33,7 +33,7 @@ class ProcessBackend:
 
     async def start(self, name: str, blueprint: Blueprint) -> LocalSandbox:
         check_blueprint(name, blueprint)
-        folder = Folder.create(self._root, name, self.name, uid=None)
+        folder = Folder.create(self._root, name, self.name, own_tmp=True)
         return await start_local(folder, name, blueprint, partial(_plan, blueprint))
 
 

@@ -6,6 +6,7 @@
 """
 
 import os
+import select
 import signal
 import time
 from contextlib import suppress
@@ -14,6 +15,8 @@ from pathlib import Path
 PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SWEEPS = 200
+_DEATH_S = 5
+"""Only a process that hangs in the kernel takes longer than milliseconds."""
 _GONE = (FileNotFoundError, ProcessLookupError)
 
 
@@ -96,10 +99,17 @@ def send(pids: list[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _running(pids: list[int]) -> list[int]:
-    """Those that are neither stopped nor dead."""
+def _running(pids: list[int], told: set[int]) -> list[int]:
+    """Those that can still act: neither dead nor stopped, nor `told` to stop as soon as the kernel lets go.
+
+    The parent of a child that was stopped between vfork and exec is held by the kernel until it goes on.
+    """
     states = ((pid, _stat(pid)) for pid in pids)
-    return [pid for pid, fields in states if fields and fields[0] not in "TtZX"]
+    return [
+        pid
+        for pid, fields in states
+        if fields and fields[0] not in "TtZX" and not (fields[0] == "D" and pid in told)
+    ]
 
 
 def freeze(pid: int, *, root_too: bool = False) -> list[int]:
@@ -107,12 +117,14 @@ def freeze(pid: int, *, root_too: bool = False) -> list[int]:
 
     Raises TimeoutError when processes keep appearing.
     """
+    told: set[int] = set()
     for sweep in range(_SWEEPS):
         tree = [pid, *descendants(pid)] if root_too else descendants(pid)
-        running = _running(tree)
+        running = _running(tree, told)
         if not running:
             return tree
         send(running, signal.SIGSTOP)
+        told.update(running)
         if sweep:
             time.sleep(0.0005)  # a stop takes effect when the process next leaves the kernel
     raise TimeoutError(f"processes below {pid} could not be stopped")
@@ -140,12 +152,35 @@ def end_below(pid: int) -> None:
 
 
 def end_tree(pid: int) -> None:
-    """Kill `pid` and everything below it; orphans of the tree cannot escape, since it is stopped first."""
+    """Kill `pid` and everything below it, and wait for their death.
+
+    The tree is stopped first, so that no orphan of it escapes.
+    """
     try:
         tree = freeze(pid, root_too=True)
     except TimeoutError:
         tree = [pid, *descendants(pid)]
+    handles = open_handles(tree)
     send(tree, signal.SIGKILL)
+    await_death(handles)
+
+
+def open_handles(pids: list[int]) -> list[int]:
+    """pidfds of those that are there; readable once the process is dead."""
+    handles: list[int] = []
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            handles.append(os.pidfd_open(pid))
+    return handles
+
+
+def await_death(handles: list[int]) -> None:
+    """Block until the processes are dead, for a few seconds at the most, and close the handles."""
+    for handle in handles:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        poll.poll(_DEATH_S * 1000)
+        os.close(handle)
 
 
 def with_environment(marker: bytes) -> list[int]:

@@ -3,10 +3,10 @@
 A guard (always `sh`) sets the limits and starts the shell proper, again whenever that ends.  Its stderr
 is the status pipe; commands never see it:
 
-    go                     to the guard: start a shell
-    ready PID              from a new shell
+    go N                   to the guard: start the N-th shell
+    ready.N PID            from a new shell
     TOKEN CODE             a command is done; the token is drawn for each command
-    exit CODE              from the guard: the shell is gone
+    exit.N CODE            from the guard: the shell is gone
 
 - A command is one line, `command eval 'TEXT'`, so nothing in TEXT can swallow the status that follows it,
   and an error that would end a non-interactive shell ends the command alone.
@@ -18,6 +18,7 @@ is the status pipe; commands never see it:
 import secrets
 import shlex
 import signal
+from collections import deque
 from contextlib import suppress
 
 import anyio
@@ -47,14 +48,14 @@ def guard_script(blueprint: Blueprint, folder: str) -> str:
         f"ulimit -n {limits.open_files}; ulimit -v {limits.memory_bytes // 1024}; "
         # The option is -p in dash and busybox, -u in bash.
         f"ulimit -p {limits.processes} 2>/dev/null || ulimit -u {limits.processes}; "
-        'while read -r word; do [ "$word" = go ] || continue; '
-        f"{SHELLS[blueprint.shell]}; printf 'exit %d\\n' $? >&9; done"
+        'while read -r word number; do [ "$word" = go ] || continue; '
+        f"{SHELLS[blueprint.shell]}; printf 'exit.%d %d\\n' $number $? >&9; done"
     )
 
 
-_PROLOGUE = (
-    "trap 'exec 2>/dev/null; : \"${sostenuto_deadline:?}\"' USR1; command printf 'ready %d\\n' $$ >&9\n"
-)
+def _prologue(number: int) -> str:
+    trap = "trap 'exec 2>/dev/null; : \"${sostenuto_deadline:?}\"' USR1"
+    return f"go {number}\n{trap}; command printf 'ready.{number} %d\\n' $$ >&9\n"
 
 
 class PersistentShell:
@@ -65,6 +66,12 @@ class PersistentShell:
         self._launcher = launcher
         self._shell_pid = 0
         """As the sandbox counts."""
+        self._number = 0
+        """Of the present shell; what an earlier one still says is not for us."""
+        self._asked = False
+        """Whether a shell was asked for and has not yet said that it is ready."""
+        self._strays: deque[str] = deque(maxlen=10)
+        """Status lines that nobody waited for: a launcher that gives up says why."""
         self._turn = anyio.Lock()
         self._unfinished_since: int | None = None
         """Start of a command that may still be running, in clock ticks."""
@@ -77,11 +84,22 @@ class PersistentShell:
         """Start a shell in the workspace; raises SandboxError with the launcher's words when none comes."""
         try:
             with anyio.fail_after(_REPLY_S):
-                await self._channel.send(f"go\n{_PROLOGUE}")
-                self._shell_pid = int((await self._expect("ready", HeadTail(1024)))[1])
+                if not self._asked:
+                    self._number += 1
+                    self._asked = True
+                    await self._channel.send(_prologue(self._number))
+                word, value = await self._expect(f"ready.{self._number}", HeadTail(1024))
         except (SandboxError, TimeoutError) as exc:
-            said = self._channel.remains
+            said = " ".join([*self._strays, self._channel.last_words()]).strip()
             raise SandboxError(f"no shell came up{': ' if said else ''}{said}") from exc
+        self._asked = False
+        if word == self._exit:
+            raise SandboxError(f"the shell ended with code {value} before it was ready")
+        self._shell_pid = int(value)
+
+    @property
+    def _exit(self) -> str:
+        return f"exit.{self._number}"
 
     async def run(self, command: str, timeout_s: float, output_bytes: int) -> ShellResult:
         """Run one command to its end or its deadline; cancelled, it ends the command."""
@@ -96,7 +114,9 @@ class PersistentShell:
     async def _run(self, command: str, timeout_s: float, sink: HeadTail) -> ShellResult:
         started_s = anyio.current_time()
         self._unfinished_since = processes.now_ticks()
-        self._older = self._young(self._unfinished_since) if self._unfinished_since <= self._idle_since else []
+        self._older = (
+            self._young(self._unfinished_since) if self._unfinished_since <= self._idle_since else []
+        )
         code: int | None = None
         try:
             with anyio.move_on_after(timeout_s):
@@ -118,7 +138,7 @@ class PersistentShell:
             f"command eval {shlex.quote(command)} </dev/null >&8 2>&8 8>&- 9>&-; {_report(token)}\n"
         )
         word, code = await self._expect(token, sink)
-        if word == "exit":
+        if word == self._exit:
             await self.start()
         return int(code)
 
@@ -126,10 +146,9 @@ class PersistentShell:
         """The next status line that says `wanted` or `exit`; others are late news of ended commands."""
         while True:
             word, _, value = (await self._channel.line(sink)).partition(" ")
-            if word in {wanted, "exit"} and value.isdigit():
-                if word == "exit" and wanted == "ready":
-                    raise SandboxError(f"the shell ended with code {value} before it was ready")
+            if word in {wanted, self._exit} and value.isdigit():
                 return word, value
+            self._strays.append(f"{word} {value}".strip())
 
     async def _recover(self, sink: HeadTail) -> None:
         with anyio.move_on_after(2 * _REPLY_S, shield=True) as scope:
@@ -142,7 +161,8 @@ class PersistentShell:
         since_ticks = self._unfinished_since or 0
         guard = self._guarded()
         processes.send(guard, signal.SIGCONT)  # a paused shell could not answer
-        alive = await self._give_up(guard, since_ticks, sink)
+        # No shell: this was cut short before, after the shell had been killed.
+        alive = bool(guard) and await self._give_up(guard, since_ticks, sink)
         self._kill_young(guard, since_ticks)
         if not alive:
             await self.start()
@@ -158,12 +178,12 @@ class PersistentShell:
                 return await self._is_at_prompt(await self._channel.line(sink))
         processes.send(guard[:1], signal.SIGKILL)
         with anyio.fail_after(_REPLY_S):
-            await self._expect("exit", sink)
+            await self._expect(self._exit, sink)
         return False
 
     async def _is_at_prompt(self, line: str) -> bool:
         """After the command's last line: a second USR1 may have come too late and ended the shell."""
-        if line.startswith("exit "):
+        if line.startswith(f"{self._exit} "):
             return False
         token = secrets.token_hex(16)
         await self._channel.send(f"{_report(token)}\n")
@@ -175,7 +195,7 @@ class PersistentShell:
         for pid in tree:
             if processes.namespaced_pid(pid) == self._shell_pid:
                 return [pid, *processes.ancestors(pid, among=tree)]
-        raise SandboxError("the sandbox has no shell any more")
+        return []
 
     def _kill_young(self, guard: list[int], since_ticks: int) -> None:
         spared = {*guard, *self._older}

@@ -1,4 +1,4 @@
-"""What the sandbox tests share: backends by name, a root that every user can enter, and what was left over."""
+"""What the sandbox tests share: backends by name, a root that every user can enter, and what was left."""
 
 import os
 import shutil
@@ -45,11 +45,15 @@ async def running(kind: str, blueprint: Blueprint | None = None) -> AsyncGenerat
         finally:
             await sandbox.stop()
         assert left_processes(root) == []
-        assert list(root.iterdir()) == []
+        assert entries(root) == []
 
 
 async def output_of(sandbox: Sandbox, command: str) -> str:
     return (await sandbox.shell(command, timeout_s=20)).output.strip()
+
+
+def entries(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
 
 
 def left_processes(root: Path) -> list[str]:
@@ -67,6 +71,6 @@ def left_processes(root: Path) -> list[str]:
 async def nothing_left(root: Path) -> bool:
     """Whether every process of `root` is gone within seconds of its owner."""
     with anyio.move_on_after(10):
-        while left_processes(root):
+        while left_processes(root):  # noqa: ASYNC110 - processes of others set no event
             await anyio.sleep(0.01)
     return not left_processes(root)

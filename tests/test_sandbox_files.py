@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandboxes import ALL, running, sandbox_root
+from sandboxes import ALL, entries, running, sandbox_root
 from sostenuto.errors import ConfigError, SandboxError
 from sostenuto.sandbox.bubblewrap import BubblewrapBackend
 from sostenuto.sandbox.folders import remove_tree
@@ -59,18 +59,24 @@ async def test_a_wrong_blueprint_is_refused_before_anything_starts(tmp_path: Pat
         await backend.start("x", Blueprint("/no/such"))
     with pytest.raises(ConfigError, match="shell 'fish'; known: sh, bash"):
         await backend.start("x", Blueprint(shell="fish"))
+    with pytest.raises(ConfigError, match="'A=B' cannot be an environment variable"):
+        await backend.start("x", Blueprint(environment={"A=B": ""}))
     with pytest.raises(SandboxError, match="leaves the workspace"):
         await backend.start("x", Blueprint(files={"../x": b""}))
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SandboxError, match="only files, folders and links"):
+    with pytest.raises(SandboxError, match="holds the sandboxes themselves"):
         await backend.start("x", Blueprint(str(tmp_path)))
-    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    template = tmp_path / "template"
+    template.mkdir()
+    os.mkfifo(template / "pipe")
+    with pytest.raises(SandboxError, match="only files, folders and links"):
+        await backend.start("x", Blueprint(str(template)))
+    assert entries(tmp_path) == ["template"]
 
 
 @pytest.mark.parametrize(
     "path",
-    ["../secret", "/etc/hostname", "a/../../secret", "up/secret", "up", "out", "chain", "a/back/secret", "loop",
-     "", ".", "a", "x\0y", "/workspacex", "~/x/../../.."],
+    ["../secret", "/etc/hostname", "a/../../secret", "up/secret", "up", "out", "chain", "a/back/secret",
+     "loop", "", ".", "a", "x\0y", "/workspacex", "~/x/../../.."],
 )  # fmt: skip
 def test_a_path_or_link_that_leaves_the_workspace_is_refused(path: str, workspace: tuple[Path, int]):
     folder, fd = workspace
@@ -195,16 +201,17 @@ def test_a_tree_is_removed_whatever_its_modes_and_depth(tmp_path: Path):
     top = tmp_path / "top"
     top.mkdir()
     fd = os.open(top, os.O_RDONLY)
-    for _ in range(3000):
-        os.mkdir("d", dir_fd=fd)
-        inner = os.open("d", os.O_RDONLY, dir_fd=fd)
+    name = "d" * 200
+    for _ in range(40):  # twice as long as a path may be
+        os.mkdir(name, dir_fd=fd)
+        inner = os.open(name, os.O_RDONLY, dir_fd=fd)
         os.close(os.open("f", os.O_CREAT | os.O_WRONLY, 0, dir_fd=inner))
         os.close(fd)
         fd = inner
     os.close(fd)
     (tmp_path / "kept").write_text("kept")
     (top / "link").symlink_to(tmp_path)
-    for folder in (top / "d" / "d", top / "d", top):
+    for folder in (top / name / name, top / name, top):
         folder.chmod(0)
     remove_tree(top)
     remove_tree(top)
@@ -215,6 +222,7 @@ def test_a_tree_is_removed_whatever_its_modes_and_depth(tmp_path: Path):
 async def test_a_workspace_full_of_traps_is_removed(kind: str):
     async with running(kind) as (sandbox, _):
         made = await sandbox.shell(
-            "mkdir -p a/b/c && touch a/b/c/f && ln -s / root && mkfifo p && umask 777 && mkdir shut", timeout_s=20
+            "mkdir -p a/b/c && touch a/b/c/f && ln -s / root && mkfifo p && umask 777 && mkdir shut",
+            timeout_s=20,
         )
         assert made.exit_code == 0, made.output

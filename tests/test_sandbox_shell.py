@@ -22,7 +22,9 @@ async def test_directory_and_variables_stay_for_the_next_command(kind: str):
 
 async def test_output_and_errors_come_in_the_order_they_were_written():
     async with running("bubblewrap") as (sandbox, _):
-        result = await sandbox.shell("for i in 1 2 3; do echo o$i; echo e$i >&2; done; (exit 7)", timeout_s=20)
+        result = await sandbox.shell(
+            "for i in 1 2 3; do echo o$i; echo e$i >&2; done; (exit 7)", timeout_s=20
+        )
         assert (result.exit_code, result.output) == (7, "o1\ne1\no2\ne2\no3\ne3\n")
 
 
