@@ -90,6 +90,8 @@ class Learner:
 
     def logprobs(self, samples: list[Sample], temperature: float) -> list[Floats]:
         """(T,) for each sample: the masked tokens' log-probabilities, NaN elsewhere."""
+        if not temperature > 0:
+            raise ConfigError(f"logprobs: temperature {temperature} must be above zero")
         found = self._scored(samples, lambda batch: token_logprobs(self.policy, batch, temperature))
         out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
         for sample, whole, masked in zip(samples, out, found, strict=True):

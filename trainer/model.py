@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -64,9 +65,9 @@ class Policy:
         return states[rows, columns]
 
     def logits(self, features: Tensor) -> Tensor:
-        """float32 logits (M, tokenizer size) of `features`."""
+        """Logits (M, tokenizer size) of `features`, float32 or better."""
         rows: Tensor = _head(self.module)(features) if self.plain_head else features
-        return rows[:, : self.tokenizer_size].float()
+        return rows[:, : self.tokenizer_size].to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def load_policy(directory: Path, dtype: str) -> Policy:
@@ -85,7 +86,7 @@ def tokenizer_size(directory: Path) -> int:
         raise ConfigError(f"model {directory}: no tokenizer.json; save the tokenizer next to the weights")
     try:
         vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a malformed file
+    except Exception as error:
         raise ConfigError(f"model {directory}: tokenizer.json is not understood: {error}") from error
     if not vocabulary:
         raise ConfigError(f"model {directory}: tokenizer.json has no tokens; save the tokenizer again")
@@ -97,6 +98,7 @@ def _load_module(directory: Path, dtype: str) -> PreTrainedModel:
         raise ConfigError(f"model {directory}: no config.json; a folder saved by transformers is needed")
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"model {directory}: no *.safetensors; save the model with safe serialization")
+    cast("Any", transformers).utils.logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -105,6 +107,8 @@ def _load_module(directory: Path, dtype: str) -> PreTrainedModel:
                 dtype=getattr(torch, dtype),
                 local_files_only=True,
                 output_loading_info=True,
+                # Reported below with the shapes, rather than raised without them.
+                ignore_mismatched_sizes=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model {directory}: config.json and weights cannot be used: {error}") from error

@@ -37,8 +37,7 @@ class Optimizer:
         self._settings = settings
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._masters = {
-            name: p if p.dtype == torch.float32 else p.detach().to(torch.float32).clone()
-            for name, p in self._parameters.items()
+            name: p if _is_exact(p) else p.detach().to(torch.float32) for name, p in self._parameters.items()
         }
         self.schedule = settings.schedule
         self.steps = 0
@@ -126,6 +125,11 @@ class Optimizer:
             for name, parameter in self._parameters.items():
                 if self._masters[name] is not parameter:
                     parameter.copy_(self._masters[name])
+
+
+def _is_exact(parameter: Tensor) -> bool:
+    """Whether small updates are not lost in it."""
+    return torch.promote_types(parameter.dtype, torch.float32) == parameter.dtype
 
 
 def _global_norm(tensors: Iterable[Tensor]) -> float:
