@@ -252,7 +252,9 @@ class Core:
         return chunks
 
     def _packed(self, fed: list[tuple[Turn, int]], decodes: list[Decode], chunks: list[Chunk]) -> _Plan:
-        token_ids = np.concatenate([turn.tokens[turn.computed : turn.computed + count] for turn, count in fed])
+        token_ids = np.concatenate(
+            [turn.tokens[turn.computed : turn.computed + count] for turn, count in fed]
+        )
         positions = np.concatenate([np.arange(turn.computed, turn.computed + count) for turn, count in fed])
         ends = np.cumsum([count for _, count in fed]) - 1
         done = [turn.computed + count == turn.length for turn, count in fed]
@@ -361,4 +363,6 @@ class Core:
             f"{field}: {tokens} tokens and one to sample do not fit: the context has "
             f"{self._model.context_tokens} tokens, the KV pool {self._pool.kv_tokens}"
         )
-        return Refusal(413, "too_long", message, "shorten the context, or start the engine with more KV tokens")
+        return Refusal(
+            413, "too_long", message, "shorten the context, or start the engine with more KV tokens"
+        )

@@ -165,6 +165,9 @@ class Lanes:
         self._lanes = {w: kept for w, kept in self._lanes.items() if kept.occupants}
         rows = min(self._rows, 4 if lane is None else lane.capacity * 3 // 2)
         grown = Lane(width, *self.shape.empty(width, rows))
+        # Attention multiplies what it masks by zero, and zero times garbage may be NaN.
+        grown.keys.zero_()
+        grown.values.zero_()
         if lane is not None:
             used = len(lane.occupants)
             grown.keys[:, :used].copy_(lane.keys[:, :used])

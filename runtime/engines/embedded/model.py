@@ -95,7 +95,9 @@ def _tokenizer(folder: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as exc:  # noqa: BLE001 - tokenizers raises bare Exception for a malformed file
-        raise _refused(f"tokenizer.json is not understood: {exc}", folder, "save the tokenizer again") from exc
+        raise _refused(
+            f"tokenizer.json is not understood: {exc}", folder, "save the tokenizer again"
+        ) from exc
     if not tokenizer.get_vocab_size():
         raise _refused("tokenizer.json has no tokens", folder, "save the tokenizer again")
     return tokenizer
@@ -189,4 +191,3 @@ def _refused(what: str, folder: Path, remedy: str) -> Refusal:
 def _first_line(exc: Exception) -> str:
     text = " ".join(str(exc).split())
     return text if len(text) <= 300 else text[:300] + "..."
-

@@ -18,6 +18,9 @@ from sostenuto.types import Version
 _GROWTH_TOKENS = 16
 """Kept free for each running request when another one is admitted."""
 
+_WORTH_WAITING_TOKENS = 16
+"""A request waits a step for a running one to compute a common prefix, when that saves this much."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
@@ -37,7 +40,7 @@ class Match:
     tokens: int
     """Its leading tokens whose KV can be copied now."""
     coming: bool = False
-    """A running request is about to compute a longer prefix of it."""
+    """A running request is about to compute a prefix of it that is longer by far."""
 
 
 class Pool:
@@ -91,7 +94,7 @@ class Pool:
                 best = Match(turn, min(length, turn.computed))
             if turn.computed < length:
                 coming = max(coming, length)
-        return Match(best.source, best.tokens, coming=coming > best.tokens)
+        return Match(best.source, best.tokens, coming=coming >= best.tokens + _WORTH_WAITING_TOKENS)
 
     def admit(self, turn: Turn, match: Match, waiting: Collection[str]) -> bool:
         """Give `turn` a row with what `match` offers, or change nothing: no room.
@@ -111,9 +114,7 @@ class Pool:
         self._copy(turn, match)
         return True
 
-    def _victims(
-        self, needed: int, turn: Turn, match: Match, waiting: Collection[str]
-    ) -> list[str] | None:
+    def _victims(self, needed: int, turn: Turn, match: Match, waiting: Collection[str]) -> list[str] | None:
         """Programs to evict so that `needed` tokens are free; None when that is not enough."""
         missing = needed - (self.kv_tokens - self.used)
         victims: list[str] = []

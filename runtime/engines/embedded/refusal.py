@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 
-@dataclass(frozen=True)
+@dataclass
 class Refusal(Exception):  # noqa: N818 - reads as the fact it states
     """A request, or a start, that is refused.  4xx: the request is at fault; 5xx: the engine is."""
 

@@ -1,0 +1,119 @@
+"""Tiny random models with a tiny tokenizer, and the plain transformers pass they are compared with."""
+
+import string
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from sostenuto.runtime.engines.embedded import model as embedded_model
+from sostenuto.runtime.engines.embedded.core import Core
+from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest, Sampling
+from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
+from sostenuto.types import Version
+
+CHARACTERS = string.ascii_letters + string.digits + " .,"
+TOKENIZER_SIZE = len(CHARACTERS)
+VOCABULARY_SIZE = 80
+CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+_SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY_SIZE, "max_position_embeddings": 512,
+    "tie_word_embeddings": True, "initializer_range": 0.3, "head_dim": 8,
+}  # fmt: skip
+
+
+def make_folder(folder: Path, kind: str = "llama", *, seed: int = 0) -> Path:
+    """Save a model of `kind` with random weights; the vocabulary is padded beyond the tokenizer."""
+    torch.manual_seed(seed)
+    module: Any = AutoModelForCausalLM.from_config(CONFIGS[kind](**_SIZES))
+    module.save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def load(folder: Path) -> embedded_model.Model:
+    return embedded_model.load(folder, dtype="float32", device="cpu")
+
+
+def make_core(folder: Path, *, kv_tokens: int = 4096, concurrency: int = 16) -> Core:
+    return Core(load(folder), version=Version(0, 0), kv_tokens=kv_tokens, concurrency=concurrency, threads=1)
+
+
+def reference_logprobs(
+    module: Any, token_ids: list[int], start: int, temperature: float = 1.0
+) -> list[float]:
+    """Of token_ids[start:], from one eager forward pass with the padded vocabulary masked."""
+    module.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = module(input_ids=torch.tensor([token_ids])).logits[0, :, :TOKENIZER_SIZE].float()
+    module.set_attn_implementation("sostenuto_slots")
+    logprobs = (logits / temperature).log_softmax(-1)
+    return [float(logprobs[i - 1, token_ids[i]]) for i in range(start, len(token_ids))]
+
+
+class Desk:
+    """Submits to a Core and keeps the answers by request id."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.answers: dict[str, GenerateReply | Refusal] = {}
+
+    def submit(self, name: str, token_ids: list[int], **options: Any) -> None:
+        sampling = Sampling(**options.pop("sampling", {}))
+        fields: dict[str, Any] = {"program_id": name, "max_new_tokens": 8, **options}
+        request = GenerateRequest(request_id=name, token_ids=token_ids, sampling=sampling, **fields)
+        self.core.submit(request, lambda answer: self.answers.__setitem__(name, answer))
+
+    def run(self, steps: int = 2000) -> None:
+        """Step until nothing is left; fails when that does not come."""
+        for _ in range(steps):
+            if not self.core.busy:
+                return
+            self.core.step()
+        raise AssertionError(f"still busy after {steps} steps: {self.core.load()}")
+
+    def reply(self, name: str) -> GenerateReply:
+        answer = self.answers[name]
+        assert isinstance(answer, GenerateReply), answer
+        return answer
+
+    def turn(self, name: str, token_ids: list[int], **options: Any) -> GenerateReply:
+        self.submit(name, token_ids, **options)
+        self.run()
+        return self.reply(name)
+
+
+def publish(folder: Path, module: Any, version: str) -> Manifest:
+    """Write the module's weights as a publication of `version`."""
+    entries: list[TensorEntry] = []
+    content = bytearray()
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        data = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        content += b"\0" * (-len(content) % 64)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append(
+            TensorEntry(
+                name=name, dtype=dtype, shape=tuple(tensor.shape), offset=len(content), nbytes=len(data),
+                checksum=zlib.crc32(data),
+            )
+        )  # fmt: skip
+        content += data
+    path = folder / f"weights-{version}"
+    path.write_bytes(content)
+    return Manifest(version=version, path=str(path), nbytes=len(content), tensors=tuple(entries))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, TOKENIZER_SIZE, length).tolist()

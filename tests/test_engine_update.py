@@ -1,0 +1,199 @@
+"""New weights in a core that runs: exact under either policy, refused when anything is wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_models import Desk, load, make_core, make_folder, prompt, publish, reference_logprobs
+from test_engine_core import assert_exact
+
+from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.wire import CommitRequest, ScoreReply, ScoreRequest
+from sostenuto.trainer.publication.manifest import Manifest
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("old"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load(make_folder(tmp_path_factory.mktemp("new"), seed=2)).module
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory, new: Any) -> Manifest:
+    return publish(tmp_path_factory.mktemp("published"), new, "0.1")
+
+
+@pytest.fixture
+def desk(old: Path) -> Desk:
+    return Desk(make_core(old))
+
+
+def update(desk: Desk, manifest: Manifest, **policy: Any):
+    desk.core.weights.stage(manifest)
+    return desk.core.commit(CommitRequest(version=manifest.version, **policy))
+
+
+def start(desk: Desk, name: str, tokens: int = 6, **options: Any) -> list[int]:
+    """Run a request until it has some tokens."""
+    context = prompt(20, seed=4)
+    desk.submit(name, context, max_new_tokens=16, **options)
+    for _ in range(tokens):
+        desk.core.step()
+    return context
+
+
+def test_recompute_continues_exactly_under_the_new_weights(desk: Desk, old: Path, new: Any):
+    context = start(desk, "a")
+    publication = publish(old, new, "0.1")
+    reply = update(desk, publication, running="recompute")
+    assert reply.recomputed_requests == 1
+    desk.run()
+    answer = desk.reply("a")
+    cut = answer.versions[0].end
+    assert [span.version for span in answer.versions] == ["0.0", "0.1"]
+    assert (answer.versions[0].start, answer.versions[1].start, answer.versions[1].end) == (0, cut, 16)
+    assert answer.cached_tokens + answer.prefilled_tokens == len(context)
+    assert_exact(load(old).module, context, answer.token_ids[:cut], answer.logprobs[:cut])
+    assert_exact(new, context + answer.token_ids[:cut], answer.token_ids[cut:], answer.logprobs[cut:])
+    assert answer.pause_s == reply.pause_s
+
+
+def test_continue_keeps_the_old_kv_for_that_request_alone(desk: Desk, manifest: Manifest, new: Any):
+    context = start(desk, "a")
+    before = desk.core.load().prefilled_tokens
+    reply = update(desk, manifest, running="continue", held="drop")
+    assert reply.recomputed_requests == 0
+    desk.run()
+    answer = desk.reply("a")
+    cut = answer.versions[0].end
+    assert desk.core.load().prefilled_tokens == before
+    after = reference_logprobs(new, context + answer.token_ids, len(context) + cut)
+    assert not np.allclose(answer.logprobs[cut:], after, atol=1e-3), "the old KV made no difference"
+    # Its KV is of the old version: it is not held, and nobody gets it.
+    assert desk.core.load().held_programs == 0
+    turn = desk.turn("b", [*context, *answer.token_ids, 1], program_id="a")
+    assert turn.cached_tokens == 0
+    assert_exact(new, [*context, *answer.token_ids, 1], turn.token_ids, turn.logprobs)
+
+
+def test_a_group_member_does_not_copy_kv_of_a_dropped_version(desk: Desk, manifest: Manifest, new: Any):
+    context = start(desk, "a")
+    update(desk, manifest, running="continue", held="drop")
+    desk.submit("b", context)
+    desk.run()
+    assert desk.reply("b").cached_tokens == 0
+    assert_exact(new, context, desk.reply("b").token_ids, desk.reply("b").logprobs)
+
+
+def test_drop_forgets_the_held_and_keep_lets_them_go_on(old: Path, manifest: Manifest, new: Any):
+    for policy, cached in (("drop", 0), ("keep", 27)):
+        desk = Desk(make_core(old))
+        context = prompt(20, seed=4)
+        first = desk.turn("r0", context, program_id="p")
+        reply = update(desk, manifest, held=policy)
+        assert reply.dropped_programs == (policy == "drop")
+        context = [*context, *first.token_ids, 5, 6]
+        second = desk.turn("r1", context, program_id="p")
+        assert second.cached_tokens == cached
+        assert [span.version for span in second.versions] == ["0.1"]
+        expected = reference_logprobs(new, context + second.token_ids, len(context))
+        assert np.allclose(second.logprobs, expected, atol=1e-5) == (policy == "drop")
+
+
+def test_a_score_is_of_one_version(desk: Desk, manifest: Manifest, new: Any):
+    token_ids = prompt(400)
+    answers: list[Any] = []
+    desk.core.score(ScoreRequest(token_ids=token_ids, start=1), answers.append)
+    desk.core.step()
+    update(desk, manifest)
+    desk.run()
+    assert isinstance(answers[0], ScoreReply)
+    assert answers[0].version == "0.1"
+    np.testing.assert_allclose(answers[0].logprobs, reference_logprobs(new, token_ids, 1), atol=1e-5)
+
+
+def broken(manifest: Manifest, **fields: Any) -> Manifest:
+    """The manifest with its second tensor changed."""
+    first, second, *rest = manifest.tensors
+    return manifest.model_copy(update={"tensors": (first, second.model_copy(update=fields), *rest)})
+
+
+def test_weights_that_are_wrong_are_refused_by_tensor_and_the_old_go_on(desk: Desk, manifest: Manifest):
+    name = manifest.tensors[1].name
+    shape = manifest.tensors[1].shape
+    wrong = {
+        f"'{name}': has shape": broken(manifest, shape=(*shape[:-1], shape[-1] + 1)),
+        f"'{name}': has dtype bfloat16": broken(manifest, dtype="bfloat16"),
+        f"'{name}': its bytes do not have the checksum": broken(manifest, checksum=1),
+        f"'{name}': ends after": broken(manifest, offset=1 << 30),
+        "'other': the model has no such tensor": broken(manifest, name="other"),
+        f"'{name}': is missing": manifest.model_copy(
+            update={"tensors": (manifest.tensors[0], *manifest.tensors[2:])}
+        ),
+        "is given twice": manifest.model_copy(update={"tensors": (*manifest.tensors, manifest.tensors[0])}),
+        "cannot be mapped": manifest.model_copy(update={"path": manifest.path + ".gone"}),
+    }
+    reply = desk.turn("a", prompt(9), hold=False)
+    for message, publication in wrong.items():
+        with pytest.raises(Refusal, match=message):
+            desk.core.weights.stage(publication)
+        with pytest.raises(Refusal, match="not prepared"):
+            desk.core.commit(CommitRequest(version="0.1"))
+    assert desk.turn("b", prompt(9)).logprobs == reply.logprobs
+    assert desk.core.capabilities().version == "0.0"
+
+
+def test_versions_never_go_back(desk: Desk, manifest: Manifest):
+    update(desk, manifest)
+    for stale in ("0.1", "0.0"):
+        with pytest.raises(Refusal, match="is not newer than 0.1"):
+            desk.core.weights.stage(manifest.model_copy(update={"version": stale}))
+    desk.core.weights.stage(manifest.model_copy(update={"version": "1.0"}))
+    desk.core.weights.abandon("1.0")
+    with pytest.raises(Refusal, match="not prepared"):
+        desk.core.commit(CommitRequest(version="1.0"))
+
+
+def test_tied_weights_stay_tied_and_an_update_can_follow_an_update(
+    desk: Desk, manifest: Manifest, old: Path, new: Any
+):
+    update(desk, manifest)
+    first = desk.turn("a", prompt(9))
+    assert_exact(new, prompt(9), first.token_ids, first.logprobs)
+    back = load(old).module
+    update(desk, publish(old, back, "0.2"))
+    second = desk.turn("b", prompt(9))
+    assert_exact(back, prompt(9), second.token_ids, second.logprobs)
+
+
+def test_a_commit_that_fails_half_way_stops_the_engine_until_a_full_update(
+    desk: Desk, manifest: Manifest, new: Any, monkeypatch: pytest.MonkeyPatch
+):
+    start(desk, "a")
+    desk.core.weights.stage(manifest)
+    exchange = desk.core.weights._exchange  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    swapped: list[str] = []
+
+    def fail_at_the_third(live: Any, name: str) -> None:
+        swapped.append(name)
+        if len(swapped) == 3:
+            raise MemoryError("injected")
+        exchange(live, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.core.weights, "_exchange", fail_at_the_third)
+        with pytest.raises(Refusal, match="half way"):
+            desk.core.commit(CommitRequest(version="0.1"))
+    assert isinstance(desk.answers["a"], Refusal)
+    with pytest.raises(Refusal, match="half way"):
+        desk.submit("b", prompt(9))
+    with pytest.raises(Refusal, match="half way"):
+        desk.core.score(ScoreRequest(token_ids=[1, 2], start=1), lambda _: None)
+    update(desk, manifest)
+    reply = desk.turn("c", prompt(9))
+    assert_exact(new, prompt(9), reply.token_ids, reply.logprobs)
