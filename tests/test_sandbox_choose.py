@@ -90,7 +90,7 @@ async def test_without_any_backend_the_error_has_every_remedy(
 
 async def test_a_bwrap_that_hangs_is_given_up(root: Path, bwrap: Install, monkeypatch: pytest.MonkeyPatch):
     bwrap(HANGING)
-    monkeypatch.setattr("sostenuto.sandbox.trial.TRIAL_S", 0.3)
+    monkeypatch.setattr("sostenuto.sandbox.trial.TRIAL_S", 2.0)
     assert isinstance(await choose_backend(root), LandlockBackend)
     assert entries(root) == []
 

@@ -28,7 +28,7 @@ from sandboxes import (
 from sostenuto.errors import SandboxError
 from sostenuto.sandbox import processes
 from sostenuto.sandbox.folders import reclaim
-from sostenuto.sandbox.protocol import Blueprint, SandboxLimits
+from sostenuto.sandbox.protocol import Blueprint, Sandbox, SandboxLimits
 
 each_backend = pytest.mark.parametrize("kind", ALL)
 _MANY = 60
@@ -173,7 +173,7 @@ _OWNER = """
 import sys, time, anyio
 from pathlib import Path
 from sandboxes import backend_of
-from sostenuto.sandbox.protocol import Blueprint, SandboxLimits
+from sostenuto.sandbox.protocol import Blueprint, Sandbox, SandboxLimits
 
 async def main():
     for number, kind in enumerate(sys.argv[2:]):
@@ -235,13 +235,17 @@ async def test_reclaiming_touches_nothing_of_a_living_owner():
         assert sorted(path.name for path in root.iterdir()) == ["folder", "notes"]
 
 
+async def _use_until_it_ends(sandbox: Sandbox):
+    while True:
+        await sandbox.shell("true", timeout_s=20)
+
+
 async def test_stopping_ends_what_a_dead_supervisor_left():
     async with running("landlock") as (sandbox, root):
         await sandbox.shell("setsid sleep 1000 & sleep 1000 &", timeout_s=20)
         os.kill(processes.children(os.getpid())[0], signal.SIGKILL)
         with pytest.raises(SandboxError):
-            while True:  # dying takes a moment
-                await sandbox.shell("true", timeout_s=20)
+            await _use_until_it_ends(sandbox)
         assert left_processes(root)
 
 
