@@ -88,6 +88,9 @@ class ProgramSpec:
     limits: Limits = field(default_factory=Limits)
     temperature: float = 1.0
     seed: int = 0
+    """Of the sampling noise."""
+    environment_seed: int = 0
+    """The same for all members of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,7 @@ class Drive:
             self.spec.id,
             self.spec.environment,
             self.spec.task,
-            seed=self.spec.seed,
+            seed=self.spec.environment_seed,
             timeout_s=self._around.timeouts.prepare_s,
         )
         self._tools = {tool.name: tool for tool in ready.tools}
@@ -316,7 +319,7 @@ class Drive:
             stop_reason=stop,
             tool_results=tuple(self._results),
             turns=self._turns,
-            seed=self.spec.seed,
+            seed=self.spec.environment_seed,
         )
         await self._release_kv()
         reward = await self._around.tools.reward(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -51,37 +52,49 @@ class _FirstWord(BaseModel):
     message: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedToolServer:
+    """A tool server that lives as long as its `launch_tool_server` block."""
+
+    client: ToolServerClient
+    isolation: str
+    """What its sandboxes are separated by, for people."""
+
+
 @asynccontextmanager
 async def launch_tool_server(
     settings: ToolServerSettings, *, sandbox_root: Path, log: Path
-) -> AsyncGenerator[ToolServerClient]:
+) -> AsyncGenerator[LaunchedToolServer]:
     """Run a tool server while the block runs, with a client whose heartbeats keep its programs alive.
 
     Raises Unsupported when no sandbox works here, ConfigError for a port in use; both name the remedy.
     """
-    token = randomness.token_urlsafe(32)
+    orders = _orders(settings, sandbox_root)
+    async with _process(orders, log) as word:
+        owner = f"runtime-{os.getpid()}-{randomness.token_hex(4)}"
+        async with (
+            ToolServerClient(word.url, orders.server.token, owner, lease_s=settings.lease_s) as client,
+            anyio.create_task_group() as group,
+        ):
+            group.start_soon(client.heartbeats)
+            yield LaunchedToolServer(client, word.isolation)
+            group.cancel_scope.cancel()
+
+
+def _orders(settings: ToolServerSettings, sandbox_root: Path) -> _Orders:
     server = ServerConfig(
         port=settings.port,
-        token=token,
+        token=randomness.token_urlsafe(32),
         lease_s=settings.lease_s,
         secret_names=settings.secrets,
         parent_pid=os.getpid(),
     )
-    orders = _Orders(
+    return _Orders(
         server=server,
         settings=settings,
         sandbox_root=sandbox_root.absolute(),
         import_paths=tuple(path or str(Path.cwd()) for path in sys.path),
     )
-    async with _process(orders, log) as word:
-        owner = f"runtime-{os.getpid()}-{randomness.token_hex(4)}"
-        async with (
-            ToolServerClient(word.url, token, owner, lease_s=settings.lease_s) as client,
-            anyio.create_task_group() as group,
-        ):
-            group.start_soon(client.heartbeats)
-            yield client
-            group.cancel_scope.cancel()
 
 
 @asynccontextmanager
@@ -131,7 +144,8 @@ async def _end(process: Process) -> None:
 async def _serve(orders: _Orders) -> None:
     settings = orders.settings
     backend = await choose_backend(orders.sandbox_root, preferred=settings.sandbox, unsafe=settings.unsafe)
-    secrets = secrets_from_environment(settings.secrets, os.environ)
+    secrets_from_environment(settings.secrets, os.environ)
+    secrets = {name: os.environ[name] for name in settings.secrets}
     isolation = (await backend.probe()).isolation
     async with WorkerPool(
         size=settings.hosts, secrets=secrets, import_paths=list(orders.import_paths)

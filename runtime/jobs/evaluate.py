@@ -1,0 +1,86 @@
+"""Held-out tasks, each run once at a temperature, on whatever version is deployed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+from pydantic import BaseModel
+
+from sostenuto.envs.task import Tasks, task_id
+from sostenuto.records import Trajectory
+from sostenuto.runtime.drive import ProgramSpec
+from sostenuto.runtime.jobs.events import Evaluated
+from sostenuto.runtime.jobs.seeds import seed_of
+from sostenuto.runtime.rollouts import Rollouts
+from sostenuto.tools.wire import EnvironmentRef
+from sostenuto.types import GroupId, Limits, ProgramId, Purpose, Version
+
+
+class Evaluation:
+    """One set of tasks on one environment; can be asked again at every version."""
+
+    def __init__(
+        self,
+        tasks: Tasks[Any] | Sequence[BaseModel],
+        environment: EnvironmentRef,
+        limits: Limits,
+        *,
+        seed: int,
+        name: str,
+    ) -> None:
+        self._tasks = list(tasks)
+        self._environment = environment
+        self._limits = limits
+        self._seed = seed
+        self._name = name
+        self._rounds = 0
+
+    async def run(
+        self, rollouts: Rollouts, *, temperature: float, step: int, version: Version
+    ) -> tuple[Evaluated, list[Trajectory]]:
+        """Run every task together and score them."""
+        self._rounds += 1
+        began_s = anyio.current_time()
+        done: list[Trajectory] = []
+
+        async def run(spec: ProgramSpec) -> None:
+            done.append(await rollouts.run(spec))
+
+        async with anyio.create_task_group() as group:
+            for index, task in enumerate(self._tasks):
+                group.start_soon(run, self._spec(index, task, temperature))
+        done.sort(key=lambda trajectory: trajectory.program_id)
+        return _summary(done, temperature, step, version, anyio.current_time() - began_s), done
+
+    def _spec(self, index: int, task: BaseModel, temperature: float) -> ProgramSpec:
+        group_id = GroupId(f"{self._name}-eval{self._rounds}-{index:05d}")
+        return ProgramSpec(
+            id=ProgramId(group_id),
+            group_id=group_id,
+            task_id=task_id(task),
+            purpose=Purpose.EVALUATE,
+            environment=self._environment,
+            task=task.model_dump(mode="json"),
+            limits=self._limits,
+            temperature=temperature,
+            # The same noise at every version: differences are the policy's.
+            seed=seed_of("evaluation", self._seed, index),
+            environment_seed=seed_of("evaluation", self._seed, index),
+        )
+
+
+def _summary(
+    done: list[Trajectory], temperature: float, step: int, version: Version, elapsed_s: float
+) -> Evaluated:
+    rewards = [trajectory.reward for trajectory in done if trajectory.reward is not None]
+    turns = [trajectory.metrics["turns"] for trajectory in done if trajectory.reward is not None]
+    return Evaluated(
+        step=step,
+        version=version,
+        temperature=temperature,
+        programs=len(rewards),
+        failed=len(done) - len(rewards),
+        reward=sum(rewards) / len(rewards) if rewards else 0.0,
+        turns=sum(turns) / len(turns) if turns else 0.0,
+        elapsed_s=elapsed_s,
+    )

@@ -1,0 +1,143 @@
+"""What a job says while it runs, and what it comes to.  Values; all times in seconds."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from sostenuto.runtime.ledger import LedgerStatistics
+from sostenuto.trainer.reports import StepReport
+from sostenuto.types import Usage, Version
+
+
+@dataclass(frozen=True, slots=True)
+class JobStarted:
+    job: str
+    model: str
+    version: Version
+    isolation: str
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartStep:
+    step: int
+    steps: int
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Held-out tasks, each run once."""
+
+    step: int
+    version: Version
+    temperature: float
+    programs: int
+    """That were scored."""
+    failed: int
+    reward: float
+    """Mean over the scored ones."""
+    turns: float
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrained:
+    """One batch taken, learnt and published."""
+
+    step: int
+    steps: int
+    version: Version
+    reward: float
+    """Mean over the batch's programs."""
+    no_signal_share: float
+    """Groups in the batch whose rewards were all equal."""
+    staleness_mean: float
+    staleness_max: int
+    report: StepReport
+    usage: Usage
+    """Summed over the batch's programs."""
+    wait_s: float
+    """The trainer waited for a batch."""
+    learn_s: float
+    publish_s: float
+    pause_s: float
+    """Decoding stood still for the swap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Finished programs that will not be trained."""
+
+    reason: str
+    programs: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A task that failed for infrastructure reasons too often to be tried again."""
+
+    task_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """No group has been completed for a while."""
+
+    seconds: float
+    programs: tuple[str, ...]
+    """Some of those that are waited for, with what they are doing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSplit:
+    """Where the time of a job went.  Program-seconds overlap; the trainer's are wall time."""
+
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    tool_s: float = 0.0
+    environment_s: float = 0.0
+    queue_s: float = 0.0
+    learn_s: float = 0.0
+    publish_s: float = 0.0
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What a job came to."""
+
+    job: str
+    steps: int
+    version: Version
+    evaluations: tuple[Evaluated, ...]
+    rewards: tuple[float, ...]
+    """Mean reward of each step's batch."""
+    time: TimeSplit
+    ledger: LedgerStatistics
+    elapsed_s: float
+    checkpoint: Path | None = None
+    quarantined: tuple[str, ...] = field(default=())
+
+
+JobEvent = (
+    JobStarted | WarmStartStep | Evaluated | StepTrained | Dropped | Quarantined | Stalled | Saved | JobResult
+)
+
+_JSON = TypeAdapter(dict[str, Any])
+
+
+def as_json(event: JobEvent, *, at: str) -> bytes:
+    """One line of the event log; `at` is the wall time."""
+    fields = {
+        key: str(value) if isinstance(value, Version) else value for key, value in asdict(event).items()
+    }
+    return _JSON.dump_json({"at": at, "event": type(event).__name__, **fields})

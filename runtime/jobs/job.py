@@ -1,0 +1,117 @@
+"""What a user submits.  Values: nothing here runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, JsonValue
+
+from sostenuto.envs.environment import Environment
+from sostenuto.envs.registry import environment_ref
+from sostenuto.envs.task import Draw, Tasks
+from sostenuto.errors import ConfigError
+from sostenuto.tools.wire import EnvironmentRef
+from sostenuto.trainer.settings import GRPO, LearnerSettings, Schedule
+from sostenuto.types import Limits
+
+
+class TaskSource(Protocol):
+    """Tasks by ordinal: a finite stream, or one that draws new tasks without end."""
+
+    def at(self, ordinal: int) -> Draw[Any]:
+        """The same draw for the same ordinal, always; IndexError beyond the end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """Supervised steps on the environment's own demonstrations, before anything is sampled.
+
+    The environment's `demonstrate` is asked once for each task that comes up.
+    """
+
+    steps: int = 100
+    batch: int = 8
+    """Conversations in one step."""
+    schedule: Schedule = field(default_factory=Schedule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    env: type[Environment[Any]]
+    model: str | Path
+    """Folder in Hugging Face form."""
+    options: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
+    """Keyword arguments of the environment."""
+    limits: Limits = field(default_factory=Limits)
+    seed: int = 0
+    name: str = "job"
+    """Begins the ids of its programs."""
+
+    def environment(self) -> EnvironmentRef:
+        """The environment as it travels; ConfigError for a class that cannot run."""
+        return environment_ref(self.env, **self.options)
+
+    def model_folder(self) -> Path:
+        """ConfigError when the model is not a folder on this machine."""
+        folder = Path(self.model)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"model: {folder} is not a folder; give a local folder in Hugging Face form "
+                "(config.json, tokenizer.json, *.safetensors)"
+            )
+        return folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalJob(_Job):
+    """Run a model on every task of an environment."""
+
+    tasks: Tasks[Any] | Sequence[BaseModel]
+    temperatures: tuple[float, ...] = (1.0, 0.0)
+    """Each task once at each of them; 0 is greedy."""
+
+    def __post_init__(self) -> None:
+        if not len(self.tasks):
+            raise ConfigError("tasks: there is none")
+        if any(t < 0 for t in self.temperatures) or not self.temperatures:
+            raise ConfigError(f"temperatures: {self.temperatures}; give one or more, none below 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLJob(_Job):
+    """Train a model on an environment by reinforcement."""
+
+    tasks: Tasks[Any] | Sequence[BaseModel] | TaskSource
+    """A sequence is drawn from in a new seeded order each epoch, without end."""
+    steps: int
+    algorithm: GRPO = field(default_factory=GRPO)
+    learner: LearnerSettings = field(default_factory=LearnerSettings)
+    warm_start: WarmStart | None = None
+    groups_per_step: int = 8
+    max_staleness: int = 1
+    """Versions that a batch may lag behind when it is used; 0: generation waits for learning."""
+    kv_at_update: Literal["recompute", "keep"] = "recompute"
+    """What new weights do to KV of the old ones: compute it anew, or go on with it."""
+    eval_tasks: Tasks[Any] | Sequence[BaseModel] = ()
+    eval_every: int = 0
+    """In steps; 0: before and after training alone."""
+    save_every: int = 0
+    """In steps; 0: at the end alone."""
+    shuffle_rewards: bool = False
+    """A control: rewards change places among the programs of a batch, so that nothing can be learnt."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "groups_per_step"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)}; give at least 1")
+        if self.max_staleness < 0:
+            raise ConfigError(f"max_staleness: {self.max_staleness}; give 0 or more")
+
+    def task_source(self) -> TaskSource:
+        if isinstance(self.tasks, Tasks):
+            return self.tasks.stream(seed=self.seed)
+        if isinstance(self.tasks, Sequence):
+            return Tasks(self.tasks).stream(seed=self.seed)
+        return self.tasks

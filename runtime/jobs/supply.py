@@ -1,0 +1,215 @@
+"""Groups of programs, kept in flight as far ahead of the trainer as staleness allows.
+
+Invariants:
+- A group is opened only when pacing has room for it, and never more than the job can still use.
+- Every sealed program is trained, or dropped with a reason, and is in the ledger as such.
+- What can never become a batch is an error, not an endless wait.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+from pydantic import JsonValue
+
+from sostenuto.envs.task import Draw
+from sostenuto.errors import ConfigError, PolicyError, SostenutoError
+from sostenuto.records import Trajectory
+from sostenuto.runtime.drive import ProgramSpec
+from sostenuto.runtime.jobs.events import Dropped, JobEvent, Quarantined, Stalled
+from sostenuto.runtime.jobs.job import RLJob
+from sostenuto.runtime.jobs.seeds import seed_of
+from sostenuto.runtime.rollouts import Rollouts
+from sostenuto.trainer.buffer import Buffer, ReadyGroup
+from sostenuto.trainer.buffer import Dropped as DroppedProgram
+from sostenuto.trainer.pacing import Pacing
+from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId, Purpose, Version
+
+TRAINED = Outcome(OutcomeKind.TRAINED)
+_STALL_S = 30.0
+_LOST_GROUPS = 24
+"""So many groups in a row that came to nothing end the job."""
+
+
+@dataclass(slots=True)
+class _Lost:
+    """Programs that failed since the last one that did not."""
+
+    programs: int = 0
+    reasons: deque[str] = field(default_factory=lambda: deque[str](maxlen=3))
+
+
+class GroupSupply:
+    """Between the programs and the trainer of one job.  `generate` runs beside the one who `take`s."""
+
+    def __init__(
+        self,
+        job: RLJob,
+        rollouts: Rollouts,
+        deployed: Callable[[], Version],
+        say: Callable[[JobEvent], None],
+    ) -> None:
+        self._job = job
+        self._source = job.task_source()
+        self._rollouts = rollouts
+        self._deployed = deployed
+        self._say = say
+        self._environment = job.environment()
+        self._buffer = Buffer(zero_spread=job.algorithm.zero_spread)
+        self._pacing = Pacing(job.groups_per_step, job.max_staleness)
+        self._ordinal = 0
+        self._learning = 0
+        self._used = 0
+        self._exhausted = False
+        self._lost = _Lost()
+        self._changed = anyio.Event()
+
+    async def generate(self) -> None:
+        """Open groups while there is room, until cancelled or out of tasks."""
+        async with anyio.create_task_group() as group:
+            while not self._exhausted:
+                for _ in range(self._room()):
+                    self._open_next(group)
+                await self._change()
+
+    async def take(self) -> tuple[ReadyGroup, ...]:
+        """The next batch; waits for it.  Raises when it can never come."""
+        while True:
+            taken = self._buffer.take(self._job.groups_per_step, self._deployed(), self._job.max_staleness)
+            self._drop(taken.dropped)
+            if taken.batch:
+                self._learning = len(taken.batch)
+                self._used += len(taken.batch)
+                return taken.batch
+            self._refuse_to_wait_for_ever()
+            with anyio.move_on_after(_STALL_S) as waiting:
+                await self._change()
+            if waiting.cancelled_caught:
+                self._say(Stalled(_STALL_S, tuple(self._waited_for())))
+
+    def trained(self, batch: tuple[ReadyGroup, ...], *, refused: str = "") -> None:
+        """The batch's one outcome: trained, or dropped because the step was refused."""
+        outcome = Outcome(OutcomeKind.DROPPED, "step_refused") if refused else TRAINED
+        for group in batch:
+            for member in group.members:
+                self._rollouts.end(member.program_id, outcome)
+
+    def deployed(self) -> None:
+        """The version that was learnt from the last batch is open: there may be room now."""
+        self._learning = 0
+        self._notify()
+
+    def close(self, reason: str) -> None:
+        """Drop what is here and what still arrives."""
+        self._drop(self._buffer.drain(reason))
+
+    # ---- generating ----
+
+    def _room(self) -> int:
+        """Groups that may start now, and that the rest of the job can still use."""
+        open_groups, ready = self._buffer.open_groups, self._buffer.ready_groups
+        wanted = self._job.steps * self._job.groups_per_step - self._used - open_groups - ready
+        room = self._pacing.room(open_groups=open_groups, ready_groups=ready, learning_groups=self._learning)
+        return max(0, min(room, wanted))
+
+    def _open_next(self, running: TaskGroup) -> None:
+        draw = self._draw()
+        if draw is None:
+            self._exhausted = True
+            self._notify()
+            return
+        group_id = GroupId(f"{self._job.name}-{draw.ordinal:06d}")
+        task = draw.payload()
+        specs = [self._spec(draw, group_id, task, member) for member in range(self._job.algorithm.group_size)]
+        self._buffer.open(group_id, [spec.id for spec in specs])
+        for spec in specs:
+            running.start_soon(self._run, spec)
+
+    def _draw(self) -> Draw[Any] | None:
+        """The next task that is not quarantined; None beyond the last one."""
+        skipped = 0
+        while True:
+            try:
+                draw = self._source.at(self._ordinal)
+            except IndexError:
+                return None
+            self._ordinal += 1
+            if not self._rollouts.is_quarantined(draw.task_id):
+                return draw
+            skipped += 1
+            if skipped > 1000:
+                raise ConfigError(f"tasks: all are quarantined: {', '.join(self._rollouts.quarantined[:10])}")
+
+    def _spec(
+        self, draw: Draw[Any], group_id: GroupId, task: dict[str, JsonValue], member: int
+    ) -> ProgramSpec:
+        return ProgramSpec(
+            id=ProgramId(f"{group_id}-{member}"),
+            group_id=group_id,
+            task_id=draw.task_id,
+            purpose=Purpose.TRAIN,
+            environment=self._environment,
+            task=task,
+            limits=self._job.limits,
+            temperature=self._job.algorithm.temperature,
+            seed=seed_of(self._job.seed, draw.ordinal, member),
+            environment_seed=seed_of(self._job.seed, draw.ordinal),
+        )
+
+    async def _run(self, spec: ProgramSpec) -> None:
+        trajectory = await self._rollouts.run(spec)
+        if self._rollouts.is_quarantined(spec.task_id):
+            self._say(Quarantined(spec.task_id))
+        self._count(trajectory)
+        self._drop(self._buffer.add(trajectory))
+        self._notify()
+
+    # ---- what comes to nothing ----
+
+    def _count(self, trajectory: Trajectory) -> None:
+        if trajectory.outcome is None:
+            self._lost = _Lost()
+            return
+        self._lost.programs += 1
+        self._lost.reasons.append(str(trajectory.outcome))
+
+    def _drop(self, dropped: tuple[DroppedProgram, ...]) -> None:
+        for drop in dropped:
+            self._rollouts.end(drop.program_id, Outcome(OutcomeKind.DROPPED, drop.reason))
+        for reason in sorted({drop.reason for drop in dropped}):
+            of_reason = [drop for drop in dropped if drop.reason == reason]
+            self._say(Dropped(reason, len(of_reason), of_reason[0].detail))
+
+    def _refuse_to_wait_for_ever(self) -> None:
+        in_a_row = _LOST_GROUPS * self._job.algorithm.group_size
+        if self._lost.programs >= in_a_row:
+            last = "; ".join(self._lost.reasons)
+            raise PolicyError(f"{self._lost.programs} programs in a row failed, the last ones as: {last}")
+        if self._exhausted and not self._buffer.open_groups:
+            raise TasksExhausted(
+                f"the tasks are used up after {self._ordinal} draws, "
+                f"{self._buffer.ready_groups} of {self._job.groups_per_step} groups are ready for a batch; "
+                "give more tasks, more epochs or fewer steps"
+            )
+
+    def _waited_for(self) -> list[str]:
+        return [str(member) for members in self._buffer.waiting_for.values() for member in members][:5]
+
+    # ---- waiting ----
+
+    def _notify(self) -> None:
+        self._changed.set()
+
+    async def _change(self) -> None:
+        # Both sides wait on one event; whoever comes second finds a fresh one.
+        event = self._changed
+        await event.wait()
+        if self._changed is event:
+            self._changed = anyio.Event()
+
+
+class TasksExhausted(SostenutoError):  # noqa: N818 - reads as the fact it states
+    """The source has no further task and what is here does not make a batch."""

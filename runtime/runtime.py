@@ -1,0 +1,208 @@
+"""The runtime: one run directory, one tool server, any number of jobs.
+
+Invariants:
+- Every job is a task of the runtime's own group; leaving the runtime ends them all, and nothing is left.
+- A job that fails does so for whoever asks for its result; the other jobs go on.
+- When a runtime takes up a directory again, the run epoch rises by one, and programs that the last
+  runtime left open have failed.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+import anyio
+from anyio.abc import TaskGroup
+
+from sostenuto.errors import ConfigError, SostenutoError
+from sostenuto.runtime.config import RuntimeConfig
+from sostenuto.runtime.engines.client import Tap
+from sostenuto.runtime.jobs.assess import assess
+from sostenuto.runtime.jobs.events import JobEvent, JobResult, as_json
+from sostenuto.runtime.jobs.job import EvalJob, RLJob
+from sostenuto.runtime.jobs.reinforce import reinforce
+from sostenuto.runtime.jobs.workshop import Premises, Say
+from sostenuto.runtime.journal import FactStated, Journal, ProgramEnded, open_journal, read_journal
+from sostenuto.runtime.ledger import Ledger, LedgerStatistics
+from sostenuto.runtime.run_directory import LOST, RunDirectory, hold
+from sostenuto.runtime.tool_process import launch_tool_server
+from sostenuto.types import Version
+
+_EPOCH = "epoch"
+
+
+class JobCancelled(SostenutoError):  # noqa: N818 - reads as the fact it states
+    """The job was cancelled before it had a result."""
+
+
+class JobHandle:
+    """One submitted job: follow it, wait for it, or cancel it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._events: list[JobEvent] = []
+        self._news = anyio.Event()
+        self._scope = anyio.CancelScope()
+        self._over = anyio.Event()
+        self._result: JobResult | None = None
+        self._error: SostenutoError | None = None
+
+    async def events(self) -> AsyncIterator[JobEvent]:
+        """Everything the job says, from its beginning, until it is over."""
+        seen = 0
+        while True:
+            news = self._news
+            while seen < len(self._events):
+                yield self._events[seen]
+                seen += 1
+            if self._over.is_set():
+                return
+            await news.wait()
+
+    async def result(self) -> JobResult:
+        """Wait for the end; raise the job's error, or JobCancelled."""
+        await self._over.wait()
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            raise JobCancelled(f"job {self.name} was cancelled")
+        return self._result
+
+    def cancel(self) -> None:
+        """End the job; its programs are in the ledger as cancelled.  Safe to call twice."""
+        self._scope.cancel()
+
+    def say(self, event: JobEvent) -> None:
+        """For the job itself."""
+        self._events.append(event)
+        self._announce()
+
+    async def run(self, work: Callable[[], Awaitable[JobResult]]) -> None:
+        """For the runtime: carry the job out and keep what it came to."""
+        try:
+            with self._scope:
+                self._result = await work()
+                self.say(self._result)
+        except SostenutoError as error:
+            self._error = error
+        finally:
+            self._over.set()
+            self._announce()
+
+    def _announce(self) -> None:
+        news, self._news = self._news, anyio.Event()
+        news.set()
+
+
+class Runtime:
+    """An async context manager.
+
+    async with Runtime(RuntimeConfig(directory="runs/first")) as runtime:
+        job = await runtime.submit(RLJob(...))
+        async for event in job.events():
+            ...
+    """
+
+    def __init__(self, config: RuntimeConfig | None = None, *, tap: Tap | None = None) -> None:
+        """`tap` sees the bytes on the engines' sockets; for checks that compare records with them."""
+        self.config = config or RuntimeConfig()
+        self._tap = tap
+        self._stack = AsyncExitStack()
+        self._names: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._group.cancel_scope.cancel()
+        await self._stack.aclose()
+
+    @property
+    def ledger(self) -> LedgerStatistics:
+        """The sums as they stand; they close at any moment."""
+        return self._ledger.statistics()
+
+    @property
+    def directory(self) -> RunDirectory:
+        return self._run
+
+    async def submit(self, job: RLJob | EvalJob) -> JobHandle:
+        """Start a job; ConfigError at once when it cannot run."""
+        job.environment()
+        job.model_folder()
+        if job.name in self._names:
+            raise ConfigError(f"job name {job.name!r} was used in this run before; give another name")
+        self._names.add(job.name)
+        handle = JobHandle(job.name)
+        say = self._logged(handle)
+
+        async def work() -> JobResult:
+            if isinstance(job, RLJob):
+                return await reinforce(job, self._premises, say)
+            return await assess(job, self._premises, say)
+
+        self._group.start_soon(handle.run, work)
+        return handle
+
+    async def _open(self) -> None:
+        self._run = self._stack.enter_context(hold(Path(self.config.directory)))
+        epoch, self._number, self._ledger = _what_was_before(self._run)
+        self._epoch = epoch
+        self._log = self._stack.enter_context(self._run.events.open("ab", buffering=0))
+        self._journal = await self._stack.enter_async_context(open_journal(self._run.journal))
+        self._settle(self._journal)
+        launched = await self._stack.enter_async_context(
+            launch_tool_server(
+                self.config.tool_server,
+                sandbox_root=self._run.path / "sandboxes",
+                log=self._run.logs / "tool_server.log",
+            )
+        )
+        self._group: TaskGroup = await self._stack.enter_async_context(anyio.create_task_group())
+        self._premises = Premises(
+            config=self.config,
+            run=self._run,
+            journal=self._journal,
+            ledger=self._ledger,
+            tools=launched.client,
+            isolation=launched.isolation,
+            new_version=self._new_version,
+            tap=self._tap,
+        )
+
+    def _settle(self, journal: Journal) -> None:
+        """Enter that the last runtime's open programs have failed, and that this is a new epoch."""
+        journal.write(FactStated(_EPOCH, str(self._epoch)))
+        for program_id in self._ledger.open_programs():
+            self._ledger.end(program_id, LOST)
+            journal.write(ProgramEnded(program_id, LOST))
+
+    def _new_version(self) -> Version:
+        self._number += 1
+        return Version(self._epoch, self._number)
+
+    def _logged(self, handle: JobHandle) -> Say:
+        def say(event: JobEvent) -> None:
+            at = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self._log.write(as_json(event, at=at) + b"\n")
+            handle.say(event)
+
+        return say
+
+
+def _what_was_before(run: RunDirectory) -> tuple[int, int, Ledger]:
+    """The new run epoch, the highest version number ever used, and the ledger."""
+    if not run.journal.is_file():
+        return 0, -1, Ledger()
+    with read_journal(run.journal) as reader:
+        highest = reader.highest_version()
+        epoch = int(reader.facts().get(_EPOCH, "-1")) + 1
+        return epoch, highest.number if highest else -1, reader.ledger()
