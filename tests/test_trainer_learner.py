@@ -9,13 +9,24 @@ import pytest
 import torch
 
 from sostenuto.errors import ConfigError, RecordError
+from sostenuto.records import Producer, Span
+from sostenuto.trainer.credit import credit_group
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import load_policy
 from sostenuto.trainer.optimizer import Optimizer
 from sostenuto.trainer.samples import Sample, demonstration
 from sostenuto.trainer.settings import GRPO, SFT, Aggregation
 from sostenuto.types import Version
-from trainer_world import V0, learner, random_samples, write_bigram, write_gpt2, write_model
+from trainer_world import (
+    V0,
+    learner,
+    random_samples,
+    sampled,
+    trajectory,
+    write_bigram,
+    write_gpt2,
+    write_model,
+)
 
 P, U, B, D, A, C = range(6)
 
@@ -303,3 +314,33 @@ def test_a_folder_that_cannot_be_used_is_named_with_the_remedy(tmp_path: Path, f
     config.unlink()
     with pytest.raises(ConfigError, match=r"no config\.json"):
         load_policy(copy, "float32")
+
+
+def test_groups_of_samples_and_their_rewards_teach_which_token_pays(folder: Path):
+    """Sample, compare, credit, learn: the whole loop on a choice of one token, of which one is right."""
+    subject = learner(folder, schedule={"learning_rate": 3e-3})
+    noise = np.random.default_rng(0)
+    options = [chosen(1, token) for token in range(20)]
+    algorithm = GRPO(group_size=16)
+    start = Span.fed(Producer.USER, [1])
+    before = [float(found[1]) for found in subject.logprobs(options, 1.0)]
+    paying = int(np.argsort(before)[-4])
+    assert math.exp(before[paying]) < 0.2
+    for number in range(1, 31):
+        table = np.array([float(found[1]) for found in subject.logprobs(options, 1.0)])
+        picks = noise.choice(20, size=(4, 16), p=np.exp(table) / np.exp(table).sum())
+        batch: list[Sample] = []
+        for group in picks.tolist():
+            version = subject.version or V0
+            spans = [sampled([token], version=version, logprob=float(table[token])) for token in group]
+            batch += credit_group(
+                tuple(
+                    trajectory(f"{index}", float(span.token_ids[0] == paying), sequences=((start, span),))
+                    for index, span in enumerate(spans)
+                ),
+                algorithm,
+            )
+        report = subject.learn(batch, algorithm)
+        assert report.max_abs_dlogp == pytest.approx(0.0, abs=1e-5)
+        subject.name(Version(0, number))
+    assert math.exp(subject.logprobs([options[paying]], 1.0)[0][1]) > 0.9

@@ -4,8 +4,8 @@
 - A group is ready when every member has ended.  Members that failed, or have nothing to train, are left
   out; with fewer than two left the rest is dropped.
 - Staleness and lineage are judged when a group is used, against the version deployed then.
-- Every trajectory added comes back exactly once: in a batch, as Dropped, or - when it carries an outcome
-  of its own - not at all.  `len(ready) + len(open)` is what is still here.
+- Every trajectory added comes back exactly once, in a batch or as Dropped; one that carries an outcome of
+  its own has had its end already and does not come back.
 """
 
 from collections.abc import Iterable, Mapping

@@ -54,6 +54,7 @@ from sostenuto.types import Version
 R = TypeVar("R")
 
 _ERRORS = {kind.__name__: kind for kind in (ConfigError, RecordError, Unsupported, TrainerError)}
+_GONE = (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError)
 _LAST_LINES = 20
 _GRACE_S = 5.0
 
@@ -74,10 +75,15 @@ class TrainerClient:
 
     async def __aenter__(self) -> Self:
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await _launch(theirs.fileno(), self._threads)
-        self._stream = await SocketStream.from_socket(ours)
+        try:
+            with theirs:
+                self._process = await _launch(theirs.fileno(), self._threads)
+            self._stream = await SocketStream.from_socket(ours)
+        except BaseException:
+            ours.close()  # a process that did start ends with its connection
+            raise
         self._reader = BufferedByteReceiveStream(self._stream)
+        self._silent = anyio.Event()
         self._group: TaskGroup = anyio.create_task_group()
         await self._group.__aenter__()
         self._group.start_soon(self._listen)
@@ -88,7 +94,15 @@ class TrainerClient:
     ) -> None:
         with anyio.CancelScope(shield=True):
             await self.close()
+        self._group.cancel_scope.cancel()
         await self._group.__aexit__(kind, error, trace)
+        with anyio.CancelScope(shield=True):
+            await self._stderr.aclose()
+
+    @property
+    def _stderr(self) -> ByteReceiveStream:
+        assert self._process.stderr is not None
+        return self._process.stderr
 
     @property
     def pid(self) -> int:
@@ -168,7 +182,7 @@ class TrainerClient:
             try:
                 await self._send(pack(Request(self._requests, command)))
                 reply = await self._receive(self._requests)
-            except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError) as error:
+            except _GONE as error:
                 raise await self._mourn() from error
         if isinstance(reply.answer, Refused):
             raise _ERRORS[reply.answer.error](reply.answer.message)
@@ -194,20 +208,20 @@ class TrainerClient:
     async def _mourn(self) -> TrainerError:
         with anyio.move_on_after(_GRACE_S):
             await self._process.wait()
+            await self._silent.wait()
         words = "\n".join(self._words) or "it said nothing"
         self._lost = f"exit code {self._process.returncode}; its last words:\n{words}"
         return TrainerError(f"the trainer process ended: {self._lost}")
 
     async def _listen(self) -> None:
         """Keep and log what the process says, until it has ended."""
-        stderr: ByteReceiveStream | None = self._process.stderr
-        assert stderr is not None
         rest = ""
-        async for text in TextReceiveStream(stderr, errors="replace"):
+        async for text in TextReceiveStream(self._stderr, errors="replace"):
             *lines, rest = (rest + text).split("\n")
             for line in lines:
                 self._words.append(line)
                 _log.warning("trainer: %s", line)
+        self._silent.set()
 
 
 async def _launch(descriptor: int, threads: int) -> Process:

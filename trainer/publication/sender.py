@@ -30,6 +30,7 @@ from sostenuto.types import Version
 SHARED_MEMORY = Path("/dev/shm")
 ALIGNMENT_BYTES = 64
 _PREFIX = "sostenuto-weights-"
+_PART = ".part"
 _KEPT = 2
 # Others live in shared memory too; the last bytes of it are not ours.
 _MARGIN_BYTES = 32 << 20
@@ -50,6 +51,7 @@ class Sender:
         self._directories = (shared_memory, directory or Path(tempfile.gettempdir()))
         self._owner = f"{os.getpid()}-{_started_ticks()}"
         self._published: list[_Published] = []
+        self._writing: Path | None = None
         self.removed = [path for place in self._directories for path in remove_orphans(place)]
 
     def publish(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
@@ -74,12 +76,15 @@ class Sender:
         place = self._place(end)
         path = place / f"{_PREFIX}{self._owner}-{version}"
         chunks = [(entry.offset, raw) for entry, (_, _, raw) in zip(entries, arrays, strict=True)]
-        self._published.append(_write(path, chunks, end))
+        self._writing = path.with_name(path.name + _PART)
+        self._published.append(_write(self._writing, path, chunks, end))
         return Manifest(version=str(version), path=str(path), nbytes=end, tensors=tuple(entries))
 
     def close(self) -> None:
-        """Unlink everything this sender has published.  Idempotent."""
+        """Unlink everything this sender has published, or is about to.  Idempotent."""
         self._retire(0)
+        if self._writing:
+            self._writing.unlink(missing_ok=True)
 
     def _retire(self, keep: int) -> None:
         while len(self._published) > keep:
@@ -137,9 +142,9 @@ def remove_orphans(place: Path) -> list[Path]:
     return removed
 
 
-def _write(path: Path, chunks: list[tuple[int, NDArray[np.uint8]]], nbytes: int) -> _Published:
-    # Not the final suffix of the prefix: a file half written is an orphan like any other.
-    temporary = path.with_name(path.name + ".part")
+def _write(
+    temporary: Path, path: Path, chunks: list[tuple[int, NDArray[np.uint8]]], nbytes: int
+) -> _Published:
     descriptor = -1
     try:
         descriptor = _create_locked(temporary)
