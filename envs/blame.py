@@ -2,10 +2,11 @@
 
 import asyncio
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import cast
 
+from sostenuto.envs.pickling import SENT_BY_VALUE
 from sostenuto.envs.workspace import ShellDeadline
 from sostenuto.errors import EnvironmentFailure, ProgramError, ToolError
 
@@ -40,14 +41,18 @@ def _passes(error: BaseException, *, tool: bool) -> bool:
 
 def _single(error: BaseException) -> BaseException:
     """What a task group raised, when it is one error."""
-    group = isinstance(error, BaseExceptionGroup)
-    inner = cast("Sequence[BaseException]", getattr(error, "exceptions", ())) if group else ()
-    return _single(inner[0]) if len(inner) == 1 else error
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    inner = cast("tuple[BaseException, ...]", error.exceptions)  # pyright: ignore[reportUnknownMemberType]
+    return _single(inner[0]) if len(inner) == 1 else cast("BaseException", error)
 
 
 def _describe(error: BaseException, file: str) -> str:
     """Type, message and the innermost line in `file`, or in any file when none is in it."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file] or frames
-    return f"{what} ({own[-1].filename}:{own[-1].lineno})" if own else what
+    lines = [
+        (file if frame.filename == SENT_BY_VALUE else frame.filename, frame.lineno)
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    own = [line for line in lines if line[0] == file] or lines
+    return f"{what} ({own[-1][0]}:{own[-1][1]})" if own else what

@@ -17,6 +17,8 @@ from sostenuto.sandbox.protocol import Blueprint
 from sostenuto.tools.decorator import arguments_of
 from sostenuto.tools.schema import Tool, read_tool, resolve_hints
 
+_FILE = "__sostenuto_file__"
+
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTool:
@@ -77,9 +79,17 @@ def is_async(function: object) -> bool:
 
 
 def author_file(cls: type[Environment[Any]]) -> Path:
-    """The file that the class was written in, as its code remembers it."""
+    """The file that the class was written in, as its code remembers it or as it was noted."""
+    noted = vars(cls).get(_FILE)
+    if isinstance(noted, str):
+        return Path(noted)
     reset = cast("FunctionType", inspect.unwrap(cls.reset))
     return Path(reset.__code__.co_filename)
+
+
+def note_author_file(cls: type[Environment[Any]]) -> None:
+    """Keep the file with the class: cloudpickle takes it out of the code that it sends."""
+    setattr(cls, _FILE, str(author_file(cls)))
 
 
 def _task_type(cls: type[Environment[Any]]) -> type[BaseModel]:

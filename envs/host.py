@@ -6,11 +6,11 @@
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from logging import getLogger
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -94,16 +94,17 @@ class Loaded:
 class WorkerHost:
     """Lives while its `run` does; `alive` turns False at the first sign of its end."""
 
-    def __init__(self, worker: WorkerProcess, group: TaskGroup, config: HostConfig) -> None:
+    def __init__(self, worker: WorkerProcess, config: HostConfig) -> None:
         self._worker = worker
         self._config = config
         self._loaded: dict[tuple[str | None, str | None, bytes], Loaded] = {}
         self._loading = anyio.Lock()
         self._programs: dict[ProgramId, Loaded] = {}
         self._culprit: Flight | None = None
-        self._flights = Flights(config.grace_s, lambda flight: group.start_soon(self._overdue, flight))
+        self._to_start = asyncio.Queue[tuple[Callable[..., Coroutine[Any, Any, None]], tuple[object, ...]]]()
+        self._flights = Flights(config.grace_s, lambda flight: self._start_soon(self._overdue, flight))
         self._channel = Channel(self._receive, self._flights.settle, self._lost)
-        self._lending = Lending(self._channel, group)
+        self._lending = Lending(self._channel, self._start_soon)
         self.alive = True
 
     @property
@@ -188,6 +189,7 @@ class WorkerHost:
         """Connect and watch the process until it ends; being cancelled ends it."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._worker.follow, self._config.redact)
+            group.start_soon(self._start_tasks, group)
             try:
                 await self._connect()
                 task_status.started()
@@ -196,6 +198,15 @@ class WorkerHost:
                 with anyio.CancelScope(shield=True):
                     await self._bury()
                 group.cancel_scope.cancel()
+
+    def _start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *arguments: object) -> None:
+        """Start a task from a callback of the loop, where anyio starts none."""
+        self._to_start.put_nowait((function, arguments))
+
+    async def _start_tasks(self, group: TaskGroup) -> None:
+        while True:
+            function, arguments = await self._to_start.get()
+            group.start_soon(function, *arguments)
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
@@ -226,9 +237,7 @@ class WorkerHost:
             return EnvironmentFailure(
                 f"{what}: {hung}, and nothing but the end of its worker stops it; bound what it waits for"
             )
-        return ToolServerError(
-            f"{what}: the worker was ended for a neighbour: {self._flights.describe(culprit.id)} was {hung}"
-        )
+        return ToolServerError(f"{what}: the worker was ended for a neighbour: {culprit} was {hung}")
 
     def _lost(self) -> None:
         self.alive = False

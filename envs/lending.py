@@ -1,8 +1,8 @@
 """The server's side of `self.sandbox`: uses the sandboxes lent to programs for the worker that asks."""
 
-import anyio
-from anyio.abc import TaskGroup
+from collections.abc import Callable
 
+from sostenuto.envs.cancellation import Cancellable
 from sostenuto.envs.frames import Cancel, Channel, Read, Request, Shell, Write
 from sostenuto.errors import SandboxError, ToolServerError
 from sostenuto.sandbox.protocol import Sandbox
@@ -11,11 +11,11 @@ from sostenuto.sandbox.protocol import Sandbox
 class Lending:
     """Serves the requests of one worker; a program that gave its sandbox back has none."""
 
-    def __init__(self, channel: Channel, group: TaskGroup) -> None:
+    def __init__(self, channel: Channel, start_soon: Callable[..., None]) -> None:
         self._channel = channel
-        self._group = group
+        self._start_soon = start_soon
         self._sandboxes: dict[str, Sandbox] = {}
-        self._serving: dict[int, tuple[str, anyio.CancelScope]] = {}
+        self._serving: dict[int, Cancellable] = {}
 
     def lend(self, program_id: str, sandbox: Sandbox) -> None:
         self._sandboxes[program_id] = sandbox
@@ -23,9 +23,9 @@ class Lending:
     def take_back(self, program_id: str) -> None:
         """End what the program still does in its sandbox, and refuse it from now on."""
         self._sandboxes.pop(program_id, None)
-        for owner, scope in list(self._serving.values()):
-            if owner == program_id:
-                scope.cancel()
+        for work in list(self._serving.values()):
+            if work.program_id == program_id:
+                work.cancel()
 
     def take_back_all(self) -> None:
         for program_id in list(self._sandboxes):
@@ -35,19 +35,18 @@ class Lending:
         """Begin to serve a request, or cancel one."""
         if isinstance(frame, Cancel):
             if frame.id in self._serving:
-                self._serving[frame.id][1].cancel()
+                self._serving[frame.id].cancel()
         elif isinstance(frame, Shell | Read | Write):
-            scope = anyio.CancelScope()
-            self._serving[frame.id] = (frame.program_id, scope)
-            self._group.start_soon(self._serve, frame, scope)
+            work = self._serving[frame.id] = Cancellable(frame.program_id)
+            self._start_soon(self._serve, frame, work)
         else:
             self._channel.fail(
                 frame.id, ToolServerError(f"the server does not answer {type(frame).__name__}")
             )
 
-    async def _serve(self, frame: Shell | Read | Write, scope: anyio.CancelScope) -> None:
+    async def _serve(self, frame: Shell | Read | Write, work: Cancellable) -> None:
         try:
-            with scope:
+            with work.scope() as scope:
                 self._channel.reply(frame.id, await self._use(frame))
             if scope.cancelled_caught:
                 self._channel.fail(frame.id, SandboxError(f"program {frame.program_id}: cancelled"))

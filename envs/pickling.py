@@ -3,6 +3,9 @@
 # cloudpickle ships no types
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
+SENT_BY_VALUE = "<dynamic-code>"
+"""The file name of code that was sent by value."""
+
 
 def dumps(value: object) -> bytes:
     """The value, and what it refers to that its reader cannot import."""

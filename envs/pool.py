@@ -100,7 +100,7 @@ class WorkerPool:
         if self._group is None:
             raise RuntimeError("the pool of workers is not open; use `async with`")
         worker = await start_process()
-        host = WorkerHost(worker, self._group, self._config)
+        host = WorkerHost(worker, self._config)
         await self._group.start(host.run)
         place.host = host
         return host

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import JsonValue
 
-from sostenuto.envs.declaration import declaration
+from sostenuto.envs.declaration import declaration, note_author_file
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.pickling import dumps, loads
 from sostenuto.errors import ConfigError, nearest
@@ -71,6 +71,7 @@ def environment_ref(cls: type[Environment[Any]], **options: JsonValue) -> Enviro
     path = f"{cls.__module__}:{cls.__qualname__}"
     if _is_importable(cls):
         return EnvironmentRef(name=cls.__name__, import_path=path, options=options)
+    note_author_file(cls)
     try:
         pickled = base64.b64encode(dumps(cls)).decode()
     # Pickling runs code of whatever the class refers to, and that raises what it likes.

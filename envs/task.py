@@ -19,6 +19,7 @@ from sostenuto.envs.parquet import parquet_rows
 from sostenuto.errors import ConfigError
 
 TaskT = TypeVar("TaskT", bound=BaseModel)
+RowT = TypeVar("RowT", bound=BaseModel)
 
 _SHOWN_ERRORS = 5
 
@@ -54,24 +55,25 @@ class Tasks(Generic[TaskT]):
         self._ids = tuple(task_id(task) for task in self._tasks)
         self._refuse_shared_ids(where)
 
-    @classmethod
+    @staticmethod
     def from_rows(
-        cls, model: type[TaskT], rows: Iterable[Mapping[str, Any]], *, where: str = "tasks"
-    ) -> "Tasks[TaskT]":
+        model: type[RowT], rows: Iterable[Mapping[str, Any]], *, where: str = "tasks"
+    ) -> "Tasks[RowT]":
         """From mappings, each checked against the model."""
-        return cls(_checked(model, ((f"row {n}", row) for n, row in enumerate(rows, 1)), where), where=where)
+        places = ((f"row {n}", row) for n, row in enumerate(rows, 1))
+        return Tasks(_checked(model, places, where), where=where)
 
-    @classmethod
-    def from_jsonl(cls, model: type[TaskT], path: str | Path) -> "Tasks[TaskT]":
+    @staticmethod
+    def from_jsonl(model: type[RowT], path: str | Path) -> "Tasks[RowT]":
         """From a file with one JSON object a line; empty lines are skipped."""
         where = _existing(path)
-        return cls(_checked(model, _json_lines(where), str(where)), where=str(where))
+        return Tasks(_checked(model, _json_lines(where), str(where)), where=str(where))
 
-    @classmethod
-    def from_parquet(cls, model: type[TaskT], path: str | Path) -> "Tasks[TaskT]":
+    @staticmethod
+    def from_parquet(model: type[RowT], path: str | Path) -> "Tasks[RowT]":
         """From a Parquet file; needs the `parquet` extra."""
         where = _existing(path)
-        return cls.from_rows(model, parquet_rows(where), where=str(where))
+        return Tasks.from_rows(model, parquet_rows(where), where=str(where))
 
     def __len__(self) -> int:
         return len(self._tasks)

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import assert_never
 
 import anyio
@@ -23,6 +22,7 @@ import msgspec
 from anyio.abc import TaskGroup
 from pydantic import TypeAdapter
 
+from sostenuto.envs.cancellation import Cancellable
 from sostenuto.envs.declaration import declaration
 from sostenuto.envs.environment import GivenSecrets
 from sostenuto.envs.frames import (
@@ -83,15 +83,6 @@ class RemoteSandbox:
         raise ToolServerError("a sandbox is stopped by the tool server, not by an environment")
 
 
-@dataclass(slots=True, eq=False)
-class _Active:
-    """A request being worked on."""
-
-    program_id: str
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    ended: anyio.Event = field(default_factory=anyio.Event)
-
-
 class Worker:
     """Serves the frames of one server.  Programs and loaded classes change only in its own tasks."""
 
@@ -101,14 +92,14 @@ class Worker:
         self._secrets: Mapping[str, str] = GivenSecrets({})
         self._environments: dict[int, LoadedEnvironment] = {}
         self._programs: dict[str, Program] = {}
-        self._active: dict[int, _Active] = {}
+        self._active: dict[int, Cancellable] = {}
         self.channel = Channel(self._begin, on_lost=_end_process_group)
 
     def _begin(self, frame: Request | Cancel) -> None:
         """Start the work that a frame asks for, in the order of arrival."""
         if isinstance(frame, Cancel):
             if active := self._active.get(frame.id):
-                active.scope.cancel()
+                active.cancel()
             return
         self._page.begun = max(self._page.begun, frame.id)
         if isinstance(frame, Ping):
@@ -116,19 +107,19 @@ class Worker:
         elif isinstance(frame, Hello):
             self._greet(frame)
         else:
-            active = self._active[frame.id] = _Active(getattr(frame, "program_id", ""))
+            active = self._active[frame.id] = Cancellable(getattr(frame, "program_id", ""))
             self._group.start_soon(self._work, frame, active)
 
     def _greet(self, hello: Hello) -> None:
         self._secrets = GivenSecrets(hello.secrets)
         sys.path.extend(path for path in hello.import_paths if path not in sys.path)
 
-    async def _work(self, frame: Request, active: _Active) -> None:
+    async def _work(self, frame: Request, active: Cancellable) -> None:
         current.set((self._page, frame.id))
         try:
-            with active.scope:
+            with active.scope() as scope:
                 await self._answer(frame)
-            if active.scope.cancelled_caught:
+            if scope.cancelled_caught:
                 self.channel.fail(frame.id, ToolServerError("cancelled by the one who asked"))
         finally:
             del self._active[frame.id]
@@ -190,7 +181,7 @@ class Worker:
         program = self._programs.pop(program_id, None)
         running = [a for id_, a in self._active.items() if a.program_id == program_id and id_ != frame.id]
         for active in running:
-            active.scope.cancel()
+            active.cancel()
         with anyio.move_on_after(SETTLE_S):
             for active in running:
                 await active.ended.wait()

@@ -62,7 +62,7 @@ def tool(
     def mark(target: F) -> F:
         where = label(target)
         options = ToolOptions(
-            name if name is not None else _name_of(target, where),
+            _name_of(target, where) if name is None else name,
             timeout_s,
             output_bytes,
             serial,
