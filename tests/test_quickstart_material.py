@@ -5,11 +5,13 @@ import sys
 from itertools import islice
 from pathlib import Path
 from random import Random
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from sostenuto.envs.declaration import declaration
@@ -164,8 +166,8 @@ def test_a_control_token_in_a_tools_text_stays_plain_text(
         plain[:1], plain[1], said, context_ids=[*prompt, *said],
         new=(Message("tool", "oak.txt", name="find"),), tools=tools,
     )  # fmt: skip
-    count = extension.token_ids.count(tokenizer.token_to_id(control))
-    assert count == quiet.token_ids.count(tokenizer.token_to_id(control))
+    (control_id,) = tokenizer.encode(control).ids
+    assert extension.token_ids.count(control_id) == quiet.token_ids.count(control_id)
     assert control in tokenizer.decode(extension.token_ids, skip_special_tokens=False)
 
 
@@ -173,44 +175,50 @@ def test_a_turn_ends_with_the_end_token_alone(tokenizer: Tokenizer, renderer: Re
     assert tuple(renderer.stop_token_ids) == (tokenizer.token_to_id(END),)
 
 
-def test_the_folder_gets_its_weights_from_a_process_of_its_own(folder: Path, tmp_path: Path):
-    for index in range(2):
-        (copy := tmp_path / str(index)).mkdir()
-        (copy / "config.json").write_bytes((folder / "config.json").read_bytes())
-        done = subprocess.run(
-            [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(copy), "--seed", "7"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert 450_000 < int(done.stdout.split()[0]) < 550_000
-    first, second = ((tmp_path / str(index) / "model.safetensors").read_bytes() for index in range(2))
-    assert first == second
-
-
-def test_transformers_opens_the_folder(folder: Path, tmp_path: Path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+@pytest.fixture(scope="module")
+def built(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the weights that a process of its own drew under seed 7."""
+    path = tmp_path_factory.mktemp("built")
     for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    parameters = build(tmp_path, seed=1)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert model.num_parameters() == parameters
+        (path / file.name).write_bytes(file.read_bytes())
+    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(path), "--seed", "7"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 450_000 < int(done.stdout.split()[0]) < 550_000
+    return path
+
+
+def test_equal_seeds_give_equal_weights(folder: Path, built: Path, tmp_path: Path):
+    for seed in (7, 8):
+        (copy := tmp_path / str(seed)).mkdir()
+        (copy / "config.json").write_bytes((folder / "config.json").read_bytes())
+        build(copy, seed)
+    weights = (built / "model.safetensors").read_bytes()
+    assert (tmp_path / "7" / "model.safetensors").read_bytes() == weights
+    assert (tmp_path / "8" / "model.safetensors").read_bytes() != weights
+
+
+def test_transformers_opens_the_folder(built: Path, tokenizer: Tokenizer):
+    import transformers
+
+    library = cast("Any", transformers)  # its own types are partial
+    model = library.AutoModelForCausalLM.from_pretrained(built)
+    assert model.config.vocab_size == tokenizer.get_vocab_size()
     assert model.config.tie_word_embeddings
     assert model.config.rope_parameters["rope_theta"] == 10_000.0
-    assert AutoTokenizer.from_pretrained(tmp_path).decode(model.config.eos_token_id) == END
+    assert library.AutoTokenizer.from_pretrained(built).decode(model.config.eos_token_id) == END
 
 
-def test_the_residual_stream_starts_nearly_untouched(folder: Path, tmp_path: Path):
-    from safetensors.numpy import load_file
+def test_the_residual_stream_starts_nearly_untouched(built: Path):
+    import safetensors.numpy
 
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    build(tmp_path, seed=3)
-    weights = load_file(tmp_path / "model.safetensors")
-    scale = 128**0.5
-    layer = "model.layers.0."
-    assert weights[f"{layer}self_attn.q_proj.weight"].std() * scale == pytest.approx(1.0, rel=0.05)
-    assert weights[f"{layer}self_attn.o_proj.weight"].std() * scale == pytest.approx(0.025, rel=0.05)
-    down = weights[f"{layer}mlp.down_proj.weight"]
-    assert down.std() * 384**0.5 == pytest.approx(0.025, rel=0.05)
+    library = cast("Any", safetensors.numpy)  # its own types are partial
+    weights: dict[str, NDArray[np.float32]] = library.load_file(built / "model.safetensors")
+    matrices = {name: array for name, array in weights.items() if array.ndim == 2}
+    spread = {name: float(array.std()) * array.shape[-1] ** 0.5 for name, array in matrices.items()}
+    residual = {name for name in spread if "o_proj" in name or "down_proj" in name}
+    assert len(residual) == 4
+    assert all(spread[name] == pytest.approx(0.025, rel=0.05) for name in residual)
+    assert all(spread[name] == pytest.approx(1.0, rel=0.05) for name in spread.keys() - residual)
     assert (weights["model.norm.weight"] == 1).all()
     assert "lm_head.weight" not in weights
 

@@ -56,17 +56,17 @@ class Gate(Section):
 class Demonstrating(Section):
     """Imitation of the teacher, lessons first."""
 
-    steps: int = Field(default=400, gt=0)
+    steps: int = Field(default=600, gt=0)
     """After these the gate is asked."""
-    most_steps: int = Field(default=800, gt=0)
+    most_steps: int = Field(default=1200, gt=0)
     """While the gate is closed, it goes on this far, and asks again every `check_every`."""
     check_every: int = Field(default=100, gt=0)
-    batch: int = Field(default=8, gt=0)
+    batch: int = Field(default=16, gt=0)
     """Conversations in one step."""
     lessons_at_start: float = Field(default=0.9, ge=0, le=1)
     lessons_at_end: float = Field(default=0.4, ge=0, le=1)
     schedule: Schedule = Schedule(
-        learning_rate=3e-3, final_learning_rate=3e-4, shape="linear", warmup_steps=20, total_steps=400
+        learning_rate=3e-3, final_learning_rate=3e-4, shape="linear", warmup_steps=20, total_steps=600
     )
     gate: Gate = Gate()
 
