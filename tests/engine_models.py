@@ -3,35 +3,48 @@
 import string
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
+from sostenuto.runtime.engines.embedded import attention
 from sostenuto.runtime.engines.embedded import model as embedded_model
 from sostenuto.runtime.engines.embedded.core import Core
 from sostenuto.runtime.engines.embedded.refusal import Refusal
-from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest, Sampling
+from sostenuto.runtime.engines.embedded.tensors import use_attention
+from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest
 from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
 from sostenuto.types import Version
 
 CHARACTERS = string.ascii_letters + string.digits + " .,"
 TOKENIZER_SIZE = len(CHARACTERS)
 VOCABULARY_SIZE = 80
-CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-_SIZES = {
+CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+_SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": VOCABULARY_SIZE, "max_position_embeddings": 512,
-    "tie_word_embeddings": True, "initializer_range": 0.3, "head_dim": 8,
+    "tie_word_embeddings": True, "initializer_range": 0.2, "head_dim": 8,
 }  # fmt: skip
 
 
 def make_folder(folder: Path, kind: str = "llama", *, seed: int = 0) -> Path:
     """Save a model of `kind` with random weights; the vocabulary is padded beyond the tokenizer."""
-    torch.manual_seed(seed)
-    module: Any = AutoModelForCausalLM.from_config(CONFIGS[kind](**_SIZES))
+    cast("Any", torch).manual_seed(seed)
+    module = cast("Any", AutoModelForCausalLM).from_config(CONFIGS[kind](**_SIZES))
     module.save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, []))
     tokenizer.decoder = decoders.Fuse()
@@ -48,13 +61,15 @@ def make_core(folder: Path, *, kv_tokens: int = 4096, concurrency: int = 16) -> 
 
 
 def reference_logprobs(
-    module: Any, token_ids: list[int], start: int, temperature: float = 1.0
+    module: PreTrainedModel, token_ids: list[int], start: int, temperature: float = 1.0
 ) -> list[float]:
     """Of token_ids[start:], from one eager forward pass with the padded vocabulary masked."""
-    module.set_attn_implementation("eager")
+    use_attention(module, "eager")
     with torch.no_grad():
-        logits = module(input_ids=torch.tensor([token_ids])).logits[0, :, :TOKENIZER_SIZE].float()
-    module.set_attn_implementation("sostenuto_slots")
+        logits = (
+            cast("Any", module)(input_ids=torch.tensor([token_ids])).logits[0, :, :TOKENIZER_SIZE].float()
+        )
+    use_attention(module, attention.NAME)
     logprobs = (logits / temperature).log_softmax(-1)
     return [float(logprobs[i - 1, token_ids[i]]) for i in range(start, len(token_ids))]
 
@@ -66,10 +81,15 @@ class Desk:
         self.core = core
         self.answers: dict[str, GenerateReply | Refusal] = {}
 
-    def submit(self, name: str, token_ids: list[int], **options: Any) -> None:
-        sampling = Sampling(**options.pop("sampling", {}))
-        fields: dict[str, Any] = {"program_id": name, "max_new_tokens": 8, **options}
-        request = GenerateRequest(request_id=name, token_ids=token_ids, sampling=sampling, **fields)
+    def submit(self, name: str, token_ids: list[int], **options: object) -> None:
+        fields = {
+            "program_id": name,
+            "max_new_tokens": 8,
+            **options,
+            "request_id": name,
+            "token_ids": token_ids,
+        }
+        request = GenerateRequest.model_validate(fields)
         self.core.submit(request, lambda answer: self.answers.__setitem__(name, answer))
 
     def run(self, steps: int = 2000) -> None:
@@ -85,13 +105,13 @@ class Desk:
         assert isinstance(answer, GenerateReply), answer
         return answer
 
-    def turn(self, name: str, token_ids: list[int], **options: Any) -> GenerateReply:
+    def turn(self, name: str, token_ids: list[int], **options: object) -> GenerateReply:
         self.submit(name, token_ids, **options)
         self.run()
         return self.reply(name)
 
 
-def publish(folder: Path, module: Any, version: str) -> Manifest:
+def publish(folder: Path, module: PreTrainedModel, version: str) -> Manifest:
     """Write the module's weights as a publication of `version`."""
     entries: list[TensorEntry] = []
     content = bytearray()

@@ -1,7 +1,6 @@
 """A real engine process, over its socket."""
 
 import json
-import os
 import signal
 import socket
 import stat
@@ -9,20 +8,26 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import anyio
 import numpy as np
 import psutil
 import pytest
-from engine_models import load, make_folder, prompt, publish, reference_logprobs
 
+from engine_models import load, make_folder, prompt, publish, reference_logprobs
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.client import EngineClient, launch_embedded
+from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
 from sostenuto.runtime.engines.protocol import Engine
-from sostenuto.runtime.engines.wire import CommitRequest, FinishReason, GenerateRequest, Sampling, ScoreRequest
+from sostenuto.runtime.engines.wire import (
+    CommitRequest,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+    ScoreRequest,
+)
 from sostenuto.types import EngineId, ProgramId
 
 NAME = EngineId("e0")
@@ -33,9 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("model"))
 
 
-def settings_for(folder: Path, place: Path, **options: Any) -> EmbeddedSettings:
-    fields: dict[str, Any] = {"kv_tokens": 4096, "concurrency": 8, **options}
-    return EmbeddedSettings(model=folder, socket=place / "e.sock", **fields)
+def settings_for(folder: Path, place: Path, kv_tokens: int = 4096) -> EmbeddedSettings:
+    return EmbeddedSettings(model=folder, socket=place / "e.sock", kv_tokens=kv_tokens, concurrency=8)
 
 
 @pytest.fixture
@@ -44,23 +48,26 @@ async def engine(folder: Path, tmp_path: Path) -> AsyncIterator[EngineClient]:
         yield client
 
 
-def request(name: str, token_ids: list[int], **options: Any) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=name, program_id=name, token_ids=token_ids, **{"max_new_tokens": 8, **options}
-    )
+def request(name: str, token_ids: list[int], **options: object) -> GenerateRequest:
+    fields = {"request_id": name, "program_id": name, "token_ids": token_ids, "max_new_tokens": 8, **options}
+    return GenerateRequest.model_validate(fields)
 
 
 async def until(engine: EngineClient, field: str, value: int) -> None:
     """Poll the load until it says so; the test's own timeout ends a wait that has no end."""
-    while getattr(await engine.load(), field) != value:
+    while getattr(await engine.load(), field) != value:  # noqa: ASYNC110 - the change is in another process
         await anyio.sleep(0.01)
 
 
 async def test_an_engine_serves_the_whole_protocol(folder: Path, tmp_path: Path):
     taps: list[tuple[str, bytes, bytes]] = []
+
+    def tap(name: str, sent: bytes, received: bytes) -> None:
+        taps.append((name, sent, received))
+
     settings = settings_for(folder, tmp_path)
     module = load(folder).module
-    async with launch_embedded(settings, engine_id=NAME, tap=lambda *seen: taps.append(seen)) as client:
+    async with launch_embedded(settings, engine_id=NAME, tap=tap) as client:
         engine: Engine = client
         assert stat.S_IMODE(settings.socket.stat().st_mode) == 0o600
         capabilities = await engine.capabilities()
@@ -68,7 +75,7 @@ async def test_an_engine_serves_the_whole_protocol(folder: Path, tmp_path: Path)
         assert (capabilities.vocabulary_size, capabilities.tokenizer_size) == (80, 65)
         reply = await engine.generate(request("a", prompt(20)))
         expected = reference_logprobs(module, prompt(20) + reply.token_ids, 20)
-        np.testing.assert_allclose(reply.logprobs, expected, atol=1e-5)
+        np.testing.assert_allclose(reply.logprobs, expected, rtol=2e-6, atol=1e-5)
         name, sent, received = taps[0]
         assert name == "a"
         assert json.loads(sent)["token_ids"] == prompt(20)
@@ -86,7 +93,7 @@ async def _update(engine: Engine, place: Path) -> None:
     new = load(make_folder(place / "new", seed=5)).module
     manifest = publish(place, new, "0.1")
     torn = manifest.model_copy(update={"tensors": manifest.tensors[1:]})
-    with pytest.raises(EngineError, match="'model.embed_tokens.weight': is missing"):
+    with pytest.raises(EngineError, match=r"'model\.embed_tokens\.weight': is missing"):
         await engine.prepare_update(torn)
     await engine.prepare_update(manifest)
     with pytest.raises(EngineError, match=r"0.1 is wanted, 0.0 is served"):
@@ -94,7 +101,7 @@ async def _update(engine: Engine, place: Path) -> None:
     assert (await engine.commit_update(CommitRequest(version="0.1"))).pause_s < 5
     reply = await engine.generate(request("c", prompt(9), min_version="0.1"))
     expected = reference_logprobs(new, prompt(9) + reply.token_ids, 9)
-    np.testing.assert_allclose(reply.logprobs, expected, atol=1e-5)
+    np.testing.assert_allclose(reply.logprobs, expected, rtol=2e-6, atol=1e-5)
     await engine.flush()
     await engine.abandon_update("0.2")
     load_ = await engine.load()
@@ -145,8 +152,14 @@ async def test_malformed_requests_name_the_field(engine: EngineClient, tmp_path:
     async with aiohttp.ClientSession(connector=connector) as session:
         for body, field in [
             ("{", "body: "),
-            ('{"request_id": "a", "program_id": "a", "token_ids": ["x"], "max_new_tokens": 1}', "token_ids.0: "),
-            ('{"request_id": "a", "program_id": "a", "token_ids": [1], "max_new_tokens": 0}', "max_new_tokens: "),
+            (
+                '{"request_id": "a", "program_id": "a", "token_ids": ["x"], "max_new_tokens": 1}',
+                "token_ids.0: ",
+            ),
+            (
+                '{"request_id": "a", "program_id": "a", "token_ids": [1], "max_new_tokens": 0}',
+                "max_new_tokens: ",
+            ),
             ('{"request_id": "a", "program_id": "a", "token_ids": [1], "max_new_tokens": 1, "x": 1}', "x: "),
         ]:
             async with session.post("http://engine/generate", data=body) as response:
@@ -179,7 +192,8 @@ def test_an_engine_ends_with_a_parent_that_is_killed(folder: Path, tmp_path: Pat
         "from sostenuto.runtime.engines.client import launch_embedded\n"
         "from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings\n"
         "async def main():\n"
-        f"    settings = EmbeddedSettings(Path({str(folder)!r}), Path({str(tmp_path / 'e.sock')!r}), 1024, 2)\n"
+        f"    place = {str(tmp_path / 'e.sock')!r}\n"
+        f"    settings = EmbeddedSettings(Path({str(folder)!r}), Path(place), 1024, 2)\n"
         "    async with launch_embedded(settings, engine_id='e0'):\n"
         "        assert 'torch' not in sys.modules\n"
         "        print('up', flush=True)\n"
@@ -220,28 +234,28 @@ async def test_what_a_dead_engine_left_is_replaced_and_too_much_kv_is_refused(fo
 
 
 def test_a_folder_that_is_no_model_is_refused_by_what_it_lacks(folder: Path, tmp_path: Path):
-    from sostenuto.runtime.engines.embedded.refusal import Refusal
-
-    def broken(name: str, **change: Any) -> Path:
+    def broken(name: str, without: str = "", **changes: object) -> Path:
         copy = tmp_path / name
         copy.mkdir()
         for file in folder.iterdir():
-            if file.name != change.get("without"):
+            if file.name != without:
                 (copy / file.name).write_bytes(file.read_bytes())
-        config = json.loads((folder / "config.json").read_text()) | change.get("config", {})
-        if change.get("without") != "config.json":
+        config = json.loads((folder / "config.json").read_text()) | changes
+        if without != "config.json":
             (copy / "config.json").write_text(json.dumps(config))
         return copy
 
+    torn = broken("h")
+    (torn / "model.safetensors").write_bytes(b"torn")
     for message, place in {
+        "weights do not fit the": torn,
         "no tokenizer.json": broken("a", without="tokenizer.json"),
         "no config.json": broken("b", without="config.json"),
         r"no \*.safetensors": broken("c", without="model.safetensors"),
-        "config.json is not understood": broken("d", config={"model_type": "never_heard_of"}),
-        "weights do not fit": broken("e", config={"hidden_size": 64}),
-        "weights lack": broken("f", config={"num_hidden_layers": 3}),
-        "cannot be served": broken("g", config={"model_type": "t5"}),
+        "config.json is not understood": broken("d", model_type="never_heard_of"),
+        "weights do not fit": broken("e", hidden_size=64),
+        "weights lack": broken("f", num_hidden_layers=3),
+        "cannot be served": broken("g", model_type="t5"),
     }.items():
         with pytest.raises(Refusal, match=message):
             load(place)
-    assert os.listdir(folder)

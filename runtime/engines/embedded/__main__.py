@@ -38,7 +38,7 @@ def main() -> int:
     try:
         anyio.run(_serve, settings, until_stdin_closes)
     except Refusal as refusal:
-        _say(refusal.body())
+        _say({**refusal.body()})
         return 2
     return 0
 

@@ -11,6 +11,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from sostenuto.runtime.engines.embedded.pool import Pool
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.sampling import Draws, draw
 from sostenuto.runtime.engines.embedded.scoring import ScoreJob
+from sostenuto.runtime.engines.embedded.tensors import as_tensor
 from sostenuto.runtime.engines.embedded.turn import StopStrings, Turn, tagged
 from sostenuto.runtime.engines.embedded.weights import Weights
 from sostenuto.runtime.engines.wire import (
@@ -192,7 +194,7 @@ class Core:
             version=str(version), pause_s=pause_s, recomputed_requests=recomputed, dropped_programs=dropped
         )
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self) -> None:
         """Admit who can be, compute one forward pass, sample, answer who is done."""
         started_s = time.monotonic()
@@ -228,7 +230,7 @@ class Core:
         for lane in self._pool.lanes:
             if not lane.decoding:
                 continue
-            turns = lane.occupants[: lane.decoding]
+            turns = cast("list[Turn]", lane.occupants)[: lane.decoding]
             last = [turn.length - 1 for turn in turns]
             positions = torch.tensor(last, device=device)
             decodes.append(Decode(len(fed), lane.keys, lane.values, positions, max(last) + 1))
@@ -262,9 +264,9 @@ class Core:
         return _Plan(
             fed=fed,
             sampling=[turn for (turn, _), samples in zip(fed, done, strict=True) if samples],
-            token_ids=torch.from_numpy(token_ids.astype(np.int64)).to(device),
-            positions=torch.from_numpy(positions).to(device),
-            wanted=torch.from_numpy(ends[done] if any(done) else ends[-1:]).to(device),
+            token_ids=as_tensor(token_ids.astype(np.int64), device),
+            positions=as_tensor(positions, device),
+            wanted=as_tensor(ends[done] if any(done) else ends[-1:], device),
             step=Step(tuple(decodes), tuple(chunks)),
         )
 

@@ -7,6 +7,7 @@
 Suffixes as in `attention`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -99,7 +100,7 @@ class Lanes:
         self._rows = rows
         self._lanes: dict[int, Lane] = {}
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Lane]:
         return (self._lanes[width] for width in sorted(self._lanes) if self._lanes[width].occupants)
 
     def add(self, occupant: Occupant, width: int) -> None:

@@ -6,19 +6,30 @@ that the engine would compute wrongly is refused too.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from sostenuto.runtime.engines.embedded import attention
 from sostenuto.runtime.engines.embedded.attention import Chunk, Decode, Step
 from sostenuto.runtime.engines.embedded.lanes import KvShape
 from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.embedded.tensors import (
+    context_tokens,
+    move,
+    output_rows,
+    quieten,
+    read_config,
+    read_weights,
+    use_attention,
+)
 
+_NO_LIMIT = 1 << 30
 _PROBE_TOKENS = 12
 # Of the largest logit; what two kernels may differ by in one forward pass of a few tokens.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
@@ -44,7 +55,7 @@ class Model:
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, step: Step
     ) -> torch.Tensor:
-        """Logits (wanted, tokenizer_size) of packed tokens (T,), at the places `wanted`; KV goes to `step`."""
+        """Logits (wanted, tokenizer_size) of packed tokens (T,) at `wanted`; their KV goes to `step`."""
         output: Any = self.module(
             input_ids=token_ids[None], position_ids=positions[None], logits_to_keep=wanted,
             use_cache=False, slots=step,
@@ -55,32 +66,30 @@ class Model:
 def load(folder: Path, *, dtype: str, device: str) -> Model:
     """Load a model folder, or raise Refusal."""
     attention.register()
-    # Progress bars and advice of the library do not belong into an engine's log.
-    transformers.utils.logging.set_verbosity_error()  # pyright: ignore[reportUnknownMemberType]
-    transformers.utils.logging.disable_progress_bar()  # pyright: ignore[reportUnknownMemberType]
+    quieten()
     config = _config(folder)
     tokenizer = _tokenizer(folder)
-    module = _weights(folder, config, getattr(torch, dtype)).to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    module = _weights(folder, config, getattr(torch, dtype))
+    move(module, torch.device(device))
     module.eval().requires_grad_(False)
-    vocabulary_size = _output_rows(module)
+    vocabulary_size = output_rows(module)
     tokenizer_size = min(max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1, vocabulary_size)
-    text = config.get_text_config()
     return Model(
         name=folder.name,
         module=module,
         tokenizer=tokenizer,
         tokenizer_size=tokenizer_size,
         vocabulary_size=vocabulary_size,
-        context_tokens=int(getattr(text, "max_position_embeddings", 1 << 30)),
+        context_tokens=context_tokens(config) or _NO_LIMIT,
         shape=_probe(module, tokenizer_size),
     )
 
 
-def _config(folder: Path) -> PretrainedConfig:
+def _config(folder: Path) -> PreTrainedConfig:
     if not (folder / "config.json").is_file():
         raise _refused("no config.json", folder, "give a folder in Hugging Face format")
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return read_config(folder)
     except (ValueError, OSError, KeyError) as exc:
         raise _refused(f"config.json is not understood: {_first_line(exc)}", folder, _KNOWN) from exc
 
@@ -94,7 +103,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
         raise _refused("no tokenizer.json", folder, "save the fast tokenizer into the model folder")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as exc:  # noqa: BLE001 - tokenizers raises bare Exception for a malformed file
+    except Exception as exc:  # tokenizers raises nothing more specific
         raise _refused(
             f"tokenizer.json is not understood: {exc}", folder, "save the tokenizer again"
         ) from exc
@@ -103,19 +112,16 @@ def _tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _weights(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     if not any(folder.glob("*.safetensors")):
         raise _refused("no *.safetensors", folder, "save the weights as safetensors into the model folder")
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True,
-            local_files_only=True, output_loading_info=True,
-        )  # fmt: skip
+        module, missing = read_weights(folder, config, dtype, attention.NAME)
     except ValueError as exc:
         raise _refused(f"{config.model_type} cannot be served: {_first_line(exc)}", folder, _KNOWN) from exc
-    except (RuntimeError, OSError) as exc:
+    except (RuntimeError, OSError, SafetensorError) as exc:
         raise _refused(f"weights do not fit the configuration: {_first_line(exc)}", folder, _AGAIN) from exc
-    if missing := sorted(report["missing_keys"]):
+    if missing:
         raise _refused(f"weights lack {', '.join(missing[:3])} ({len(missing)} in all)", folder, _AGAIN)
     return module
 
@@ -123,12 +129,7 @@ def _weights(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreT
 _AGAIN = "save config.json and weights of the same model again"
 
 
-def _output_rows(module: PreTrainedModel) -> int:
-    head: Any = module.get_output_embeddings()
-    return int(head.weight.shape[0])
-
-
-@torch.inference_mode()
+@torch.no_grad()
 def _probe(module: PreTrainedModel, tokenizer_size: int) -> KvShape:
     """The shape of one token's KV; Refusal when the packed pass differs from the model's own attention."""
     device = module.device
@@ -146,11 +147,11 @@ def _probe(module: PreTrainedModel, tokenizer_size: int) -> KvShape:
 
 
 def _own_pass(module: PreTrainedModel, token_ids: torch.Tensor) -> tuple[torch.Tensor, KvShape]:
-    module.set_attn_implementation("eager")
+    use_attention(module, "eager")
     try:
         output: Any = module(input_ids=token_ids[None], use_cache=True)
     finally:
-        module.set_attn_implementation(attention.NAME)
+        use_attention(module, attention.NAME)
     layers = output.cache.layers
     shapes = {(tuple(layer.keys.shape[1:]), tuple(layer.values.shape[1:])) for layer in layers}
     if len(shapes) != 1:
@@ -166,7 +167,7 @@ def _packed_pass(module: PreTrainedModel, token_ids: torch.Tensor, shape: KvShap
     positions = torch.arange(_PROBE_TOKENS, device=token_ids.device)
     outputs: list[torch.Tensor] = []
     edges = [0, 4, 9, *range(10, _PROBE_TOKENS + 1)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         if end - start > 1:
             step = Step((), (Chunk(0, keys[:, 0], values[:, 0], start, end - start),))
         else:

@@ -3,7 +3,7 @@
 - The noise is a hash of (seed, position): equal requests draw equal tokens, alone or in any batch.
 - The token is the inverse CDF at that noise, summed in float64.
 
-Suffixes: N = rows, V = vocabulary, B = blocks, W = width of a block.
+Shapes: N = rows, V = vocabulary.
 """
 
 import math
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from sostenuto.runtime.engines.embedded.tensors import as_list, as_tensor
 
 _BLOCK = 256
 _BELOW_ONE = 1.0 - 2.0**-53
@@ -40,43 +42,43 @@ def noise(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[n
     return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def draw(logits_NV: torch.Tensor, draws: Draws) -> tuple[list[int], list[float]]:
-    """Token and its float32 log-probability under softmax(logits / temperature), for each row."""
-    logprobs_NV = log_probabilities(logits_NV, draws.temperatures)
-    uniform = torch.from_numpy(noise(draws.seeds, draws.positions)).to(logits_NV.device)
-    tokens_N = _inverse_cdf(logprobs_NV.exp(), uniform)
+def draw(logits: torch.Tensor, draws: Draws) -> tuple[list[int], list[float]]:
+    """Token and its float32 log-probability under softmax(logits / temperature), for each row of (N, V)."""
+    logprobs = log_probabilities(logits, draws.temperatures)
+    uniform = as_tensor(noise(draws.seeds, draws.positions), logits.device)
+    tokens = _inverse_cdf(logprobs.exp(), uniform)
     greedy = draws.temperatures == 0
     if greedy.any():
-        mask = torch.from_numpy(greedy).to(logits_NV.device)
-        tokens_N = torch.where(mask, logprobs_NV.argmax(-1), tokens_N)
-    chosen_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
-    return tokens_N.tolist(), chosen_N.tolist()
+        mask = as_tensor(greedy, logits.device)
+        tokens = torch.where(mask, logprobs.argmax(-1), tokens)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    return as_list(tokens), as_list(chosen)
 
 
-def log_probabilities(logits_NV: torch.Tensor, temperatures: NDArray[np.float32]) -> torch.Tensor:
-    """Float32 log-softmax of logits / temperature; temperature 0 counts as 1."""
-    logits_NV = logits_NV.float()
+def log_probabilities(logits: torch.Tensor, temperatures: NDArray[np.float32]) -> torch.Tensor:
+    """Float32 log-softmax of logits / temperature, (N, V); temperature 0 counts as 1."""
+    logits = logits.float()
     scale = np.where(temperatures == 0, np.float32(1), temperatures)
     if (scale != 1).any():
-        logits_NV = logits_NV / torch.from_numpy(scale).to(logits_NV.device)[:, None]
-    return logits_NV.log_softmax(-1)
+        logits = logits / as_tensor(scale, logits.device)[:, None]
+    return logits.log_softmax(-1)
 
 
-def _inverse_cdf(probabilities_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
+def _inverse_cdf(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """First index whose cumulative sum exceeds uniform * total; never one of probability 0.
 
     In two levels, because a cumulative sum over a whole vocabulary costs more than the softmax.
     """
-    count, vocabulary = probabilities_NV.shape
+    count, vocabulary = probabilities.shape
     blocks = math.ceil(vocabulary / _BLOCK)
-    padded = torch.nn.functional.pad(probabilities_NV, (0, blocks * _BLOCK - vocabulary))
-    by_block_NBW = padded.view(count, blocks, _BLOCK)
-    cumulative_NB = by_block_NBW.sum(-1, dtype=torch.float64).cumsum(-1)
-    target_N = uniform_N * cumulative_NB[:, -1]
-    block_N = (cumulative_NB <= target_N[:, None]).sum(-1)
-    rows = torch.arange(count, device=uniform_N.device)
-    before_N = torch.where(block_N > 0, cumulative_NB[rows, block_N - 1], 0.0)
-    inside_NW = by_block_NBW[rows, block_N].double().cumsum(-1)
+    padded = torch.nn.functional.pad(probabilities, (0, blocks * _BLOCK - vocabulary))
+    by_block = padded.view(count, blocks, _BLOCK)
+    cumulative = by_block.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = uniform * cumulative[:, -1]
+    block = (cumulative <= target[:, None]).sum(-1)
+    rows = torch.arange(count, device=uniform.device)
+    before = torch.where(block > 0, cumulative[rows, block - 1], 0.0)
+    inside = by_block[rows, block].double().cumsum(-1)
     # The two levels are summed in different orders: keep the rest inside its block.
-    rest_N = torch.minimum(target_N - before_N, inside_NW[:, -1] * _BELOW_ONE)
-    return block_N * _BLOCK + (inside_NW <= rest_N[:, None]).sum(-1)
+    rest = torch.minimum(target - before, inside[:, -1] * _BELOW_ONE)
+    return block * _BLOCK + (inside <= rest[:, None]).sum(-1)

@@ -14,6 +14,7 @@ from sostenuto.runtime.engines.embedded.attention import Chunk, Step
 from sostenuto.runtime.engines.embedded.model import Model
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.sampling import log_probabilities
+from sostenuto.runtime.engines.embedded.tensors import as_list
 from sostenuto.runtime.engines.wire import ScoreReply, ScoreRequest
 from sostenuto.types import Version
 
@@ -64,4 +65,4 @@ class ScoreJob:
     def _take(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
         temperatures = np.full(len(targets), self.request.temperature, dtype=np.float32)
         logprobs = log_probabilities(logits, temperatures).gather(1, targets[:, None])
-        self._logprobs.extend(logprobs[:, 0].tolist())
+        self._logprobs.extend(as_list(logprobs[:, 0]))

@@ -1,4 +1,4 @@
-"""The HTTP surface of `wire` on a Unix socket.  A refusal is answered as one; a client that goes away aborts."""
+"""The HTTP surface of `wire` on a Unix socket.  A client that goes away aborts what it asked for."""
 
 import os
 import socket
@@ -121,7 +121,7 @@ class Server:
 
 
 def bind(path: Path) -> socket.socket:
-    """A Unix socket at `path` that only its owner may use, or Refusal.  A dead engine's socket is replaced."""
+    """A Unix socket at `path` for its owner alone, or Refusal.  A dead engine's socket is replaced."""
     if len(os.fsencode(path)) > _PATH_BYTES:
         message = f"socket path {path} is longer than {_PATH_BYTES} bytes"
         raise Refusal(400, "socket", message, "use a shorter run directory, for example under /tmp")

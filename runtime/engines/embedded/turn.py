@@ -140,8 +140,8 @@ class Turn:
         )
 
     def _version_spans(self) -> list[WireVersionSpan]:
-        ends = [start for _, start in self.version_starts[1:]] + [self.generated]
+        edges = [*(start for _, start in self.version_starts), self.generated]
         return [
             WireVersionSpan(version=str(version), start=start, end=end)
-            for (version, start), end in zip(self.version_starts, ends, strict=True)
+            for (version, start), end in zip(self.version_starts, edges[1:], strict=True)
         ]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.embedded.tensors import as_tensor
 from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
 from sostenuto.types import Version
 
@@ -88,12 +89,12 @@ class Weights:
             raise _wrong(entry.name, f"ends after the file's {len(content)} bytes")
         # A private copy, so that what is verified cannot change any more.
         held = np.array(content[entry.offset : entry.offset + entry.nbytes], dtype=np.uint8)
-        if zlib.crc32(held) != entry.checksum:
+        if zlib.crc32(held.data) != entry.checksum:
             raise _wrong(entry.name, "its bytes do not have the checksum of the manifest")
         live = self._live[name]
         if name not in self._spare:
             self._spare[name] = torch.empty_like(live.data)
-        self._spare[name].copy_(torch.from_numpy(held).view(live.dtype).view(live.shape))
+        self._spare[name].copy_(as_tensor(held).view(live.dtype).view(live.shape))
 
 
 def _distinct(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The engine's thread: it steps the model while there is work, and does what the event loop asks between steps.
+"""The engine's thread: it steps the model while there is work, and between steps does what it is asked.
 
 `run` returns when `stop` was called, and raises what a step raised; nothing else ends it.
 """
