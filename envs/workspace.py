@@ -81,6 +81,8 @@ class SandboxSpec:
     file_bytes: int = _LIMITS.file_bytes
     """The largest file that can be written."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    shell: str = "sh"
+    """`sh` or `bash`."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "processes", "file_bytes"):
@@ -114,6 +116,7 @@ class SandboxSpec:
             limits=SandboxLimits(
                 memory_bytes=self.memory_bytes, processes=self.processes, file_bytes=self.file_bytes
             ),
+            shell=self.shell,
         )
 
 
