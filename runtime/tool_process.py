@@ -4,6 +4,7 @@
 command line) and writes one line to stdout: where it listens, or what is wrong.
 """
 
+import logging
 import os
 import secrets as randomness
 import subprocess
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+from anyio import to_thread
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -22,10 +24,13 @@ from sostenuto.envs.pool import WorkerPool
 from sostenuto.errors import ConfigError, SostenutoError, ToolServerError, Unsupported
 from sostenuto.runtime.config import ToolServerSettings
 from sostenuto.sandbox.choose import choose_backend
+from sostenuto.sandbox.folders import reclaim
 from sostenuto.tools.client import ToolServerClient
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.process import serve
 from sostenuto.tools.secrets import secrets_from_environment
+
+_log = logging.getLogger(__name__)
 
 _READY_S = 60.0
 _END_S = 20.0
@@ -143,6 +148,8 @@ async def _end(process: Process) -> None:
 
 async def _serve(orders: _Orders) -> None:
     settings = orders.settings
+    for left in await to_thread.run_sync(reclaim, orders.sandbox_root):
+        _log.warning("reclaimed what a tool server before had left: %s", left)
     backend = await choose_backend(orders.sandbox_root, preferred=settings.sandbox, unsafe=settings.unsafe)
     secrets_from_environment(settings.secrets, os.environ)
     secrets = {name: os.environ[name] for name in settings.secrets}

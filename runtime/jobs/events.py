@@ -21,9 +21,20 @@ class JobStarted:
 
 @dataclass(frozen=True, slots=True)
 class WarmStartStep:
+    stage: str
     step: int
     steps: int
     report: StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartChecked:
+    """What a warm start has learnt, measured on conversations that it has not seen."""
+
+    step: int
+    lessons_exact: float
+    answers_exact: float
+    passed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +140,16 @@ class JobResult:
 
 
 JobEvent = (
-    JobStarted | WarmStartStep | Evaluated | StepTrained | Dropped | Quarantined | Stalled | Saved | JobResult
+    JobStarted
+    | WarmStartStep
+    | WarmStartChecked
+    | Evaluated
+    | StepTrained
+    | Dropped
+    | Quarantined
+    | Stalled
+    | Saved
+    | JobResult
 )
 
 _JSON = TypeAdapter(dict[str, Any])

@@ -26,7 +26,7 @@ async def warm_start(job: RLJob, trainer: TrainerClient, renderer: Renderer, say
     await trainer.reset_optimizer(plan.schedule)
     for step in range(1, plan.steps + 1):
         report = await trainer.fit([next(samples) for _ in range(plan.batch)])
-        say(WarmStartStep(step, plan.steps, report))
+        say(WarmStartStep("demonstrations", step, plan.steps, report))
     await trainer.reset_optimizer(job.learner.schedule)
 
 

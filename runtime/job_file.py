@@ -1,0 +1,154 @@
+"""Jobs as TOML files: the runtime's settings and the job's, in one flat file.
+
+directory = "runs/first"
+environment = "storeroom"             # a registered name, or "module:Class"
+model = "models/mine"                 # a folder, "package:NAME" or "hub:ORG/NAME"
+steps = 100
+
+[tasks]
+file = "tasks.jsonl"                  # or .parquet, or factory = "module:function"
+
+[limits]
+turns = 6
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+from sostenuto.runtime.models import resolve_model
+
+from sostenuto.envs.declaration import declaration
+from sostenuto.envs.environment import Environment
+from sostenuto.envs.registry import Registry
+from sostenuto.envs.task import Tasks
+from sostenuto.errors import ConfigError
+from sostenuto.runtime.config import RuntimeConfig, Section, load_toml
+from sostenuto.runtime.jobs.job import EvalJob, RLJob, WarmStart
+from sostenuto.trainer.settings import GRPO, LearnerSettings
+from sostenuto.types import Limits
+
+BUILT_IN = {"storeroom": "sostenuto.envs.storeroom.environment:Storeroom"}
+
+
+class TaskSection(Section):
+    """Where tasks come from: a file of rows, or a function that makes them."""
+
+    file: Path | None = None
+    """JSON lines (.jsonl) or Parquet (.parquet); rows of the environment's task model."""
+
+    factory: str | None = None
+    """`module:function` that returns tasks."""
+
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Self:
+        if (self.file is None) == (self.factory is None):
+            raise ValueError("give `file` or `factory`, one of them")
+        return self
+
+    def load(self, environment: type[Environment[Any]]) -> Tasks[Any]:
+        """The tasks, checked."""
+        if self.factory is not None:
+            made = _function(self.factory)(**self.arguments)
+            return made if isinstance(made, Tasks) else Tasks(made, where=self.factory)
+        assert self.file is not None
+        model = declaration(environment).task_type
+        if self.file.suffix == ".parquet":
+            return Tasks.from_parquet(model, self.file)
+        return Tasks.from_jsonl(model, self.file)
+
+
+class _JobFile(RuntimeConfig):
+    name: str = "job"
+    seed: int = 0
+    environment: str
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments of the environment."""
+    model: str
+    limits: Limits = Limits()
+
+    def environment_class(self, registry: Registry | None = None) -> type[Environment[Any]]:
+        return (registry or Registry(BUILT_IN))[self.environment]
+
+    def runtime(self) -> RuntimeConfig:
+        """The part that is not the job's."""
+        return RuntimeConfig(**{name: getattr(self, name) for name in RuntimeConfig.model_fields})
+
+
+class TrainFile(_JobFile):
+    """What `sostenuto train FILE` reads."""
+
+    tasks: TaskSection
+    eval_tasks: TaskSection | None = None
+    steps: int = Field(gt=0)
+    groups_per_step: int = Field(default=8, gt=0)
+    max_staleness: int = Field(default=1, ge=0)
+    kv_at_update: Literal["recompute", "keep"] = "recompute"
+    eval_every: int = Field(default=0, ge=0)
+    save_every: int = Field(default=0, ge=0)
+    algorithm: GRPO = GRPO()
+    learner: LearnerSettings = LearnerSettings()
+    warm_start: WarmStart | None = None
+
+    async def job(self) -> RLJob:
+        """The job, with class, model and tasks loaded; ConfigError for what cannot be."""
+        environment = self.environment_class()
+        same = {f.name for f in fields(RLJob)} & set(TrainFile.model_fields) - {
+            "tasks",
+            "eval_tasks",
+            "model",
+        }
+        return RLJob(
+            env=environment,
+            model=await resolve_model(self.model),
+            tasks=self.tasks.load(environment),
+            eval_tasks=self.eval_tasks.load(environment) if self.eval_tasks else (),
+            **{name: getattr(self, name) for name in same},
+        )
+
+
+class EvalFile(_JobFile):
+    """What `sostenuto eval FILE` reads."""
+
+    tasks: TaskSection
+    temperatures: tuple[float, ...] = (1.0, 0.0)
+
+    async def job(self) -> EvalJob:
+        environment = self.environment_class()
+        return EvalJob(
+            env=environment,
+            model=await resolve_model(self.model),
+            tasks=self.tasks.load(environment),
+            temperatures=self.temperatures,
+            options=self.options,
+            limits=self.limits,
+            seed=self.seed,
+            name=self.name,
+        )
+
+
+def load_train_file(path: Path) -> TrainFile:
+    return load_toml(path, TrainFile)
+
+
+def load_eval_file(path: Path) -> EvalFile:
+    return load_toml(path, EvalFile)
+
+
+def _function(path: str) -> Callable[..., Any]:
+    module_name, _, name = path.partition(":")
+    try:
+        found: object = getattr(importlib.import_module(module_name), name, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"factory {path!r}: {error}; give `module:function` of something installed"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"factory {path!r}: no function {name!r} in {module_name}")
+    return found
