@@ -1,5 +1,111 @@
 """Sostenuto: a program-aware scheduling runtime for agents and their training.
 
-The public API is re-exported lazily, so a tool server that imports `sostenuto.tools`
-never pays for, or needs, the trainer's dependencies.
+    import sostenuto as so
+
+The public API is loaded lazily: a tool server or a sandbox that imports one package never pays for,
+or needs, what another one depends on.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sostenuto.envs.environment import Environment as Environment
+    from sostenuto.envs.registry import Registry as Registry
+    from sostenuto.envs.task import Draw as Draw
+    from sostenuto.envs.task import Tasks as Tasks
+    from sostenuto.envs.testing import so_test as so_test
+    from sostenuto.envs.workspace import SandboxSpec as SandboxSpec
+    from sostenuto.errors import ConfigError as ConfigError
+    from sostenuto.errors import SostenutoError as SostenutoError
+    from sostenuto.errors import ToolError as ToolError
+    from sostenuto.records import Span as Span
+    from sostenuto.records import Trajectory as Trajectory
+    from sostenuto.runtime.config import EngineSettings as EngineSettings
+    from sostenuto.runtime.config import RuntimeConfig as RuntimeConfig
+    from sostenuto.runtime.config import ToolServerSettings as ToolServerSettings
+    from sostenuto.runtime.jobs.job import EvalJob as EvalJob
+    from sostenuto.runtime.jobs.job import RLJob as RLJob
+    from sostenuto.runtime.jobs.job import WarmStart as WarmStart
+    from sostenuto.runtime.runtime import Runtime as Runtime
+    from sostenuto.scheduler.scheduler import SchedulerSettings as SchedulerSettings
+    from sostenuto.tools.decorator import tool as tool
+    from sostenuto.trainer.settings import GRPO as GRPO
+    from sostenuto.trainer.settings import TIS as TIS
+    from sostenuto.trainer.settings import LearnerSettings as LearnerSettings
+    from sostenuto.trainer.settings import Schedule as Schedule
+    from sostenuto.types import Episode as Episode
+    from sostenuto.types import Limits as Limits
+    from sostenuto.types import Message as Message
+    from sostenuto.types import StopReason as StopReason
+    from sostenuto.types import Version as Version
+
+_HOME = {
+    "ConfigError": "errors",
+    "Draw": "envs.task",
+    "Environment": "envs.environment",
+    "Episode": "types",
+    "EngineSettings": "runtime.config",
+    "EvalJob": "runtime.jobs.job",
+    "GRPO": "trainer.settings",
+    "LearnerSettings": "trainer.settings",
+    "Limits": "types",
+    "Message": "types",
+    "RLJob": "runtime.jobs.job",
+    "Registry": "envs.registry",
+    "Runtime": "runtime.runtime",
+    "RuntimeConfig": "runtime.config",
+    "SandboxSpec": "envs.workspace",
+    "Schedule": "trainer.settings",
+    "SchedulerSettings": "scheduler.scheduler",
+    "SostenutoError": "errors",
+    "Span": "records",
+    "StopReason": "types",
+    "TIS": "trainer.settings",
+    "Tasks": "envs.task",
+    "ToolError": "errors",
+    "ToolServerSettings": "runtime.config",
+    "Trajectory": "records",
+    "Version": "types",
+    "WarmStart": "runtime.jobs.job",
+    "so_test": "envs.testing",
+    "tool": "tools.decorator",
+}
+
+__all__ = [
+    "GRPO",
+    "TIS",
+    "ConfigError",
+    "Draw",
+    "EngineSettings",
+    "Environment",
+    "Episode",
+    "EvalJob",
+    "LearnerSettings",
+    "Limits",
+    "Message",
+    "RLJob",
+    "Registry",
+    "Runtime",
+    "RuntimeConfig",
+    "SandboxSpec",
+    "Schedule",
+    "SchedulerSettings",
+    "SostenutoError",
+    "Span",
+    "StopReason",
+    "Tasks",
+    "ToolError",
+    "ToolServerSettings",
+    "Trajectory",
+    "Version",
+    "WarmStart",
+    "so_test",
+    "tool",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'sostenuto' has no attribute {name!r}")
+    return getattr(import_module(f"sostenuto.{_HOME[name]}"), name)

@@ -103,14 +103,14 @@ def boundary(blame: type[ProgramError], doing: str) -> Generator[None]:
 
 @contextmanager
 def lone_error() -> Generator[None]:
-    """Around a task group: when all that went wrong in it are ProgramErrors, raise the first of them.
+    """Around a task group: when all that went wrong in it are errors of ours, raise the first of them.
 
-    Siblings of one program fail together; which of them was first is all that the record needs.
+    Siblings fail together; which of them was first is all that whoever reads the error needs.
     """
     try:
         yield
     except BaseExceptionGroup as group:
-        _, others = group.split(ProgramError)
+        _, others = group.split(SostenutoError)
         if others is not None:
             raise
         raise _first(group) from group

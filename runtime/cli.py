@@ -1,0 +1,184 @@
+"""The command line: `sostenuto quickstart | train | eval | status | doctor`.
+
+Every error that we raise on purpose ends as one message on stderr and exit code 1; Ctrl-C ends the job
+cleanly, its programs in the ledger as cancelled, with exit code 130.
+"""
+
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import anyio
+import typer
+from rich.console import Console
+
+from sostenuto.errors import SostenutoError
+from sostenuto.runtime.config import RuntimeConfig
+from sostenuto.runtime.doctor import examine, show_findings
+from sostenuto.runtime.job_file import load_eval_file, load_train_file
+from sostenuto.runtime.jobs.events import JobEvent, JobResult
+from sostenuto.runtime.jobs.job import EvalJob, RLJob
+from sostenuto.runtime.jobs.workshop import Say
+from sostenuto.runtime.quickstart.job import QuickstartResult, default_config, quickstart
+from sostenuto.runtime.run_directory import RunDirectory, settled_ledger
+from sostenuto.runtime.runtime import Runtime
+from sostenuto.runtime.seeing.records import Curve, tensorboard
+from sostenuto.runtime.seeing.terminal import Terminal, show_ledger, show_result
+
+R = TypeVar("R")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console()
+
+UnsafeOption = Annotated[
+    bool, typer.Option("--unsafe", help="Run tools as plain processes, isolated from nothing.")
+]
+
+
+class Interrupted(SostenutoError):  # noqa: N818 - reads as the fact it states
+    """The user pressed Ctrl-C."""
+
+
+@app.command("quickstart")
+def quickstart_command(
+    directory: Annotated[Path, typer.Option(help="Run directory.")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option(help="Of the model, the worlds and the sampling.")] = 1,
+    *,
+    shuffle_rewards: Annotated[
+        bool, typer.Option("--shuffle-rewards", help="A control: rewards change places, nothing is learnt.")
+    ] = False,
+    unsafe: UnsafeOption = False,
+) -> None:
+    """Build a small model and teach it by reward to use three tools, each in a real sandbox."""
+    config = default_config(_unused(directory), unsafe=unsafe)
+
+    async def run(say: Say) -> QuickstartResult:
+        return await quickstart(config, say, seed=seed, shuffle_rewards=shuffle_rewards)
+
+    result = _follow(config, run)
+    console.print(f"warm start took {result.warm_start_s:.0f} s")
+    show_result(console, result.job)
+
+
+@app.command()
+def train(file: Annotated[Path, typer.Argument(help="TOML file of the job.")]) -> None:
+    """Run a training job."""
+    settings = load_train_file(file)
+    show_result(console, _submit(settings.runtime(), settings.job))
+
+
+@app.command("eval")
+def eval_command(file: Annotated[Path, typer.Argument(help="TOML file of the job.")]) -> None:
+    """Run a model on an environment's tasks."""
+    settings = load_eval_file(file)
+    show_result(console, _submit(settings.runtime(), settings.job))
+
+
+@app.command()
+def status(run: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
+    """Print the ledger of a run, living or dead."""
+    directory = RunDirectory(run)
+    ledger, cut_off = settled_ledger(directory)
+    state = "its runtime is alive" if directory.is_in_use else "no runtime holds it"
+    console.print(f"{run}: {state}")
+    if cut_off:
+        console.print(f"{len(cut_off)} programs were cut off by the death of the runtime")
+    show_ledger(console, ledger.statistics())
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this system can isolate and run, and the remedy for what it cannot."""
+    findings = anyio.run(examine)
+    show_findings(console, findings)
+    if not findings.can_isolate:
+        raise typer.Exit(1)
+
+
+def _submit(config: RuntimeConfig, make: Callable[[], Awaitable[RLJob | EvalJob]]) -> JobResult:
+    async def run(say: Say) -> JobResult:
+        job = await make()
+        async with Runtime(config) as runtime:
+            handle = await runtime.submit(job)
+            async for event in handle.events():
+                say(event)
+            return await handle.result()
+
+    return _follow(config, run)
+
+
+def _follow(config: RuntimeConfig, run: Callable[[Say], Awaitable[R]]) -> R:
+    """Run with everything that watches, and draw the curve whatever the end."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    curve = Curve()
+    with ExitStack() as stack:
+        terminal = stack.enter_context(Terminal(console))
+        config.directory.mkdir(parents=True, exist_ok=True)
+        board = stack.enter_context(tensorboard(config.directory / "tensorboard"))
+        stack.callback(_draw, curve, config.directory / "curve.png")
+
+        def say(event: JobEvent) -> None:
+            for watcher in (terminal.say, board, curve.say):
+                watcher(event)
+
+        return anyio.run(_until_interrupted, run, say)
+
+
+async def _until_interrupted(run: Callable[[Say], Awaitable[R]], say: Say) -> R:
+    """Run to the end or, on Ctrl-C or SIGTERM, cancel and raise once everything is cleaned up."""
+    done: list[R] = []
+    async with anyio.create_task_group() as group:
+
+        async def watch() -> None:
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for _ in signals:
+                    console.print("ending: programs are cancelled, processes are ended ...")
+                    group.cancel_scope.cancel()
+
+        group.start_soon(watch)
+        done.append(await run(say))
+        group.cancel_scope.cancel()
+    if not done:
+        raise Interrupted("interrupted; `sostenuto status RUN` shows the ledger")
+    return done[0]
+
+
+def _draw(curve: Curve, path: Path) -> None:
+    if curve.draw(path):
+        console.print(f"reward curve: {path}")
+
+
+def _unused(directory: Path) -> Path:
+    """The directory, or a numbered one beside it when a run is in it already."""
+    for number in range(1, 10_000):
+        candidate = directory if number == 1 else directory.with_name(f"{directory.name}-{number}")
+        if not (candidate / "journal.db").exists():
+            return candidate
+    return directory
+
+
+def main() -> None:
+    """Entry point of the `sostenuto` command."""
+    try:
+        app()
+    except Interrupted as error:
+        Console(stderr=True).print(str(error), highlight=False)
+        sys.exit(130)
+    except BaseExceptionGroup as group:
+        ours, others = group.split(SostenutoError)
+        if others is not None or ours is None:
+            raise
+        Console(stderr=True).print(f"[bold red]error:[/] {_first(ours)}", highlight=False)
+        sys.exit(1)
+    except SostenutoError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        sys.exit(1)
+
+
+def _first(group: BaseExceptionGroup[SostenutoError]) -> BaseException:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
