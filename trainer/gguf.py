@@ -48,7 +48,7 @@ def convert(file: Path, folder: Path) -> int:
 
 
 def _fill(model: nn.Module, file: Path) -> None:
-    """Load the file's tensors, unpacked; a tensor may be missing only where it is tied to one that is there."""
+    """Load the file's tensors, unpacked; all that is missing is what is tied to one that is there."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     try:
@@ -61,11 +61,13 @@ def _fill(model: nn.Module, file: Path) -> None:
     parameters = dict(model.named_parameters())
     unknown, missing = sorted(tensors.keys() - model.state_dict().keys()), sorted(parameters.keys() - tensors)
     if unknown or missing:
-        raise ConfigError(f"file: {file} does not fit its own configuration: {missing=}, {unknown=}; {_REMEDY}")
+        raise ConfigError(
+            f"file: {file} does not fit its own configuration: {missing=}, {unknown=}; {_REMEDY}"
+        )
     try:
         model.load_state_dict(tensors, strict=False)
     except RuntimeError as exc:
-        raise ConfigError(f"file: {file} does not fit its own configuration: {exc}; {_REMEDY}") from exc
+        raise ConfigError(f"file: {file}: tensors do not fit: {exc}; {_REMEDY}") from exc
 
 
 def main() -> int:
