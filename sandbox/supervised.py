@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import sostenuto
 from sostenuto.sandbox import system
 from sostenuto.sandbox.folders import Folder
 from sostenuto.sandbox.local import Launch
@@ -36,7 +35,7 @@ def supervised_launch(blueprint: Blueprint, folder: Folder, confinement: Confine
     """The shell under a supervisor, in its own session, as the folder's user."""
     variables = system.environment(blueprint, home=str(folder.workspace), tmp=str(folder.tmp))
     program = _PROGRAM.format(
-        path=str(Path(sostenuto.__file__).parent.parent),
+        path=str(Path(__file__).parents[2]),
         parent=os.getpid(),
         argv=["/bin/sh", "-c", guard_script(blueprint, str(folder.workspace))],
         uid=folder.uid,
