@@ -5,13 +5,14 @@ handle of the sandbox that the tool server lent to that program.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Self, overload
 
-from sostenuto.errors import ConfigError, SandboxError
+from sostenuto.errors import ConfigError, PathError, SandboxError, ToolError
 from sostenuto.sandbox.protocol import Blueprint, Sandbox, SandboxLimits, ShellResult
 
 DEFAULT_SHELL_S = 30.0
@@ -31,7 +32,11 @@ class ShellDeadline(TimeoutError):  # noqa: N818 - reads as the fact it states
 
 
 class Workspace:
-    """The sandbox of one program.  Every method raises SandboxError when the sandbox is gone."""
+    """The sandbox of one program.
+
+    Every method raises SandboxError when the sandbox is gone.  A path without a file is a ToolError: where
+    the policy named it, that is its observation; elsewhere catch it, or it is the environment's failure.
+    """
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
@@ -61,11 +66,13 @@ class Workspace:
         return (await self.read_bytes(path, max_bytes=max_bytes)).decode(errors="replace")
 
     async def read_bytes(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        return await self._sandbox.read(path, max_bytes=max_bytes)
+        with _observed():
+            return await self._sandbox.read(path, max_bytes=max_bytes)
 
     async def write(self, path: str, content: str | bytes) -> None:
         """Create or replace a workspace file, folders included."""
-        await self._sandbox.write(path, content.encode() if isinstance(content, str) else content)
+        with _observed():
+            await self._sandbox.write(path, content.encode() if isinstance(content, str) else content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +130,14 @@ class SandboxSpec:
 def lend(instance: object, sandbox: Sandbox) -> None:
     """Make `sandbox` what `self.sandbox` is on this instance."""
     vars(instance)[_ATTRIBUTE] = Workspace(sandbox)
+
+
+@contextmanager
+def _observed() -> Generator[None]:
+    try:
+        yield
+    except PathError as error:
+        raise ToolError(str(error)) from error
 
 
 def _find_template(template: str, folder: Path) -> Path:

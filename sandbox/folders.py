@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sostenuto.errors import SandboxError, Unsupported
+from sostenuto.errors import PathError, SandboxError, Unsupported
 from sostenuto.sandbox import processes
 from sostenuto.sandbox.protocol import Blueprint
 from sostenuto.sandbox.workspace import copy_tree, write_file
@@ -94,7 +94,7 @@ class Folder:
             for path, content in blueprint.files.items():
                 if self._closed:
                     return
-                write_file(workspace, path, content, uid=self.uid)
+                _place(workspace, path, content, self.uid)
 
     @contextmanager
     def open_workspace(self) -> Generator[int]:
@@ -113,6 +113,13 @@ class Folder:
         self._closed = True
         with self._lock:
             remove_tree(self.path)
+
+
+def _place(workspace: int, path: str, content: bytes, uid: int | None) -> None:
+    try:
+        write_file(workspace, path, content, uid=uid)
+    except PathError as error:
+        raise SandboxError(f"a file that the workspace starts with: {error}") from error
 
 
 def remove_tree(path: Path) -> None:

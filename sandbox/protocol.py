@@ -63,11 +63,15 @@ class Sandbox(Protocol):
         ...
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        """Content of a workspace file.  Paths and links that leave the workspace are refused."""
+        """Content of a workspace file.
+
+        PathError when it is missing, no regular file or larger, or when it or a link in it leaves the
+        workspace.
+        """
         ...
 
     async def write(self, path: str, data: bytes) -> None:
-        """Create or replace a workspace file, folders included."""
+        """Create or replace a workspace file, folders included; PathError as for `read`."""
         ...
 
     async def pause(self) -> None:

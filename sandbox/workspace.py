@@ -2,7 +2,8 @@
 
 Every step goes through a directory descriptor and follows no link by itself: a link is read and its
 target walked from where it stands, so nothing that the sandbox renames or links in the meantime can
-lead out of the workspace.  Errors are SandboxError and name the path.
+lead out of the workspace.  A path that leads to no file is a PathError, a disk that refuses a SandboxError;
+both name the path.
 """
 
 import errno
@@ -13,13 +14,17 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sostenuto.errors import SandboxError
+from sostenuto.errors import PathError, SandboxError
 
 INSIDE = "/workspace"
 """The workspace's path as a sandbox with its own mounts sees it."""
 _STEP = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OF_PATHS = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.ENAMETOOLONG, errno.ENXIO}
+)
+"""Of a system call that was given a path which leads to no file."""
 _LINKS = 16
 _DEPTH = 200
 
@@ -53,16 +58,16 @@ class _Walk:
                 return part
             else:
                 self._down(part)
-        raise SandboxError(f"{self._path!r} is a folder, not a file")
+        raise PathError(f"{self._path!r} is a folder, not a file")
 
     def _up(self) -> None:
         if len(self._fds) == 1:
-            raise SandboxError(f"{self._path!r} leaves the workspace")
+            raise PathError(f"{self._path!r} leaves the workspace")
         os.close(self._fds.pop())
 
     def _down(self, part: str) -> None:
         if len(self._fds) > _DEPTH:
-            raise SandboxError(f"{self._path!r} is nested deeper than {_DEPTH} folders")
+            raise PathError(f"{self._path!r} is nested deeper than {_DEPTH} folders")
         if self._is_link(part):
             self._follow(part)
             return
@@ -81,7 +86,7 @@ class _Walk:
     def _follow(self, part: str) -> None:
         self._links += 1
         if self._links > _LINKS:
-            raise SandboxError(f"{self._path!r} has more than {_LINKS} links")
+            raise PathError(f"{self._path!r} has more than {_LINKS} links")
         target = os.readlink(part, dir_fd=self.here)
         if target.startswith("/"):
             while len(self._fds) > 1:
@@ -91,11 +96,11 @@ class _Walk:
 
 def _parts(path: str, named: str) -> list[str]:
     if "\0" in path:
-        raise SandboxError(f"{named!r} has a zero byte")
+        raise PathError(f"{named!r} has a zero byte")
     if path.startswith("/"):
         inside = path == INSIDE or path.startswith(f"{INSIDE}/")
         if not inside:
-            raise SandboxError(f"{named!r} leaves the workspace")
+            raise PathError(f"{named!r} leaves the workspace")
         path = path[len(INSIDE) :]
     return [part for part in path.split("/") if part not in {"", "."}]
 
@@ -115,7 +120,8 @@ def _walking(workspace: int, path: str, *, make: bool = False, uid: int | None =
     except OSError as exc:
         # ELOOP and ENOTDIR: the sandbox put a link where a folder had just been
         reason = "changed while it was opened" if exc.errno == errno.ELOOP else exc.strerror
-        raise SandboxError(f"{path!r}: {reason}") from exc
+        kind = PathError if exc.errno in _OF_PATHS else SandboxError
+        raise kind(f"{path!r}: {reason}") from exc
     finally:
         walk.close()
 
@@ -127,10 +133,10 @@ def read_file(workspace: int, path: str, max_bytes: int) -> bytes:
         fd = os.open(name, _READ, dir_fd=walk.here)
         with os.fdopen(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise SandboxError(f"{path!r} is not a regular file")
+                raise PathError(f"{path!r} is not a regular file")
             content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise SandboxError(f"{path!r} is larger than {max_bytes} bytes; read a part of it in the shell")
+        raise PathError(f"{path!r} is larger than {max_bytes} bytes; read a part of it in the shell")
     return content
 
 

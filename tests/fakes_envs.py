@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.workspace import SandboxSpec
-from sostenuto.errors import SandboxError, ToolError
+from sostenuto.errors import PathError, SandboxError, ToolError
 from sostenuto.sandbox.protocol import ShellResult
 from sostenuto.tools.decorator import tool
 from sostenuto.types import Episode, Message
@@ -48,7 +48,7 @@ class FakeSandbox:
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         if path not in self.files:
-            raise FileNotFoundError(path)
+            raise PathError(f"{path!r}: No such file or directory")
         return self.files[path][:max_bytes]
 
     async def write(self, path: str, data: bytes) -> None:

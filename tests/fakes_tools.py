@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from sostenuto.errors import ConfigError, EnvironmentFailure, SandboxError, ToolServerError
+from sostenuto.errors import ConfigError, EnvironmentFailure, PathError, SandboxError, ToolServerError
 from sostenuto.sandbox.protocol import Blueprint, Probe, Sandbox, ShellResult
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.cut import cut_middle
@@ -56,7 +56,7 @@ class FakeSandbox:
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         self._check()
         if path not in self.files:
-            raise SandboxError(f"no file {path}")
+            raise PathError(f"no file {path}")
         return self.files[path][:max_bytes]
 
     async def write(self, path: str, data: bytes) -> None:

@@ -13,7 +13,7 @@ from sostenuto.envs.environment import Environment
 from sostenuto.envs.registry import Registry, environment_ref, load_environment
 from sostenuto.envs.testing import so_test
 from sostenuto.envs.workspace import SandboxSpec, Workspace
-from sostenuto.errors import ConfigError, EnvironmentFailure, SandboxError
+from sostenuto.errors import ConfigError, EnvironmentFailure, SandboxError, ToolError
 from sostenuto.tools.decorator import tool
 from sostenuto.types import Episode, Message, ToolStatus
 
@@ -158,6 +158,11 @@ async def test_text_is_written_and_read_as_utf8():
     assert await sandbox.read_bytes("a") == "naïve".encode()
     await sandbox.write("a", b"\xff")
     assert await sandbox.read("a") == "\ufffd"
+
+
+async def test_a_path_without_a_file_is_what_a_tool_may_say():
+    with pytest.raises(ToolError, match="'b': No such file"):
+        await Workspace(FakeSandbox()).read("b")
 
 
 def test_a_sandbox_is_a_spec_on_the_class_and_a_handle_on_the_instance():

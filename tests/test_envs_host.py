@@ -112,15 +112,15 @@ async def test_what_a_hasty_command_wrote_comes_with_the_timeout(pool: WorkerPoo
 
 
 @with_pool
-async def test_a_broken_sandbox_is_infrastructure_and_a_missing_file_is_the_environments(pool: WorkerPool):
+async def test_a_broken_sandbox_is_infrastructure_and_a_missing_file_is_an_observation(pool: WorkerPool):
     host = await pool.choose(LEDGER)
     await prepare_ledger(host, "p", FakeSandbox())
     broken = await call(host, "p", "bash", command="break")
     assert broken.status is ToolStatus.INFRASTRUCTURE_FAILURE
     assert "the sandbox is gone" in broken.content
     missing = await call(host, "p", "read", path="nowhere")
-    assert missing.status is ToolStatus.ENVIRONMENT_FAILURE
-    assert "FileNotFoundError: nowhere" in missing.content
+    assert missing.status is ToolStatus.TOOL_ERROR
+    assert missing.content == "'nowhere': No such file or directory"
 
 
 @with_pool

@@ -6,6 +6,7 @@ from pathlib import Path
 import anyio
 import numpy as np
 import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,7 +144,8 @@ anyio.run(main)
 """
     async with await anyio.open_process([sys.executable, "-c", script]) as process:
         assert process.stdout is not None
-        assert await process.stdout.receive() == b"flushed\n"
+        said = BufferedByteReceiveStream(process.stdout)
+        assert await said.receive_until(b"\n", 100) == b"flushed"
         process.kill()
     with read_journal(path) as reader:
         assert reader.ledger().statistics().running == 20

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandboxes import ALL, entries, running, sandbox_root
-from sostenuto.errors import ConfigError, SandboxError
+from sostenuto.errors import ConfigError, PathError, SandboxError
 from sostenuto.sandbox.bubblewrap import BubblewrapBackend
 from sostenuto.sandbox.folders import remove_tree
 from sostenuto.sandbox.protocol import Blueprint
@@ -86,7 +86,7 @@ def test_a_path_or_link_that_leaves_the_workspace_is_refused(path: str, workspac
     (folder / "chain").symlink_to("up/secret")
     (folder / "a" / "back").symlink_to("../..")
     (folder / "loop").symlink_to("loop")
-    with pytest.raises(SandboxError):
+    with pytest.raises(PathError):
         read_file(fd, path, 1000)
 
 
@@ -106,7 +106,7 @@ def test_writing_replaces_a_link_and_never_what_it_points_to(workspace: tuple[Pa
     (folder / "up").symlink_to("..")
     for path in ("out", "hard"):
         write_file(fd, path, b"new")
-    with pytest.raises(SandboxError, match="leaves the workspace"):
+    with pytest.raises(PathError, match="leaves the workspace"):
         write_file(fd, "up/secret", b"new")
     assert (folder.parent / "secret").read_bytes() == b"secret"
     assert (folder / "out").read_bytes() == b"new"
@@ -127,9 +127,9 @@ def test_what_is_no_file_or_too_large_is_refused_at_once(workspace: tuple[Path, 
     write_file(fd, "big", b"x" * 100)
     assert len(read_file(fd, "big", 100)) == 100
     for path, reason in (("pipe", "not a regular"), ("big", "larger than 99"), ("none", "No such file")):
-        with pytest.raises(SandboxError, match=reason):
+        with pytest.raises(PathError, match=reason):
             read_file(fd, path, 99)
-    with pytest.raises(SandboxError, match="directory"):
+    with pytest.raises(PathError, match="directory"):
         write_file(fd, "big/x", b"")
 
 
@@ -158,7 +158,7 @@ def test_a_link_swapped_in_during_the_walk_leads_nowhere(workspace: tuple[Path, 
 def _read_or_refused(fd: int) -> bytes:
     try:
         return read_file(fd, "swapped/secret", 99)
-    except SandboxError:
+    except PathError:
         return b"refused"
 
 
@@ -178,7 +178,7 @@ def test_no_path_reaches_what_is_outside(segments: list[str]):
         fd = os.open(root / "workspace", os.O_RDONLY)
         try:
             assert read_file(fd, "/".join(segments), 99) == b"inside"
-        except SandboxError:
+        except PathError:
             pass
         finally:
             os.close(fd)

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from fakes_tools import FORM, SECRET, TOKEN, FakeBackend, FakeHosts, config
-from sostenuto.errors import ConfigError, EnvironmentFailure, SandboxError, ToolServerError
+from sostenuto.errors import ConfigError, EnvironmentFailure, PathError, ToolServerError
 from sostenuto.tools.client import ToolServerClient
 from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.server import listen
@@ -99,7 +99,7 @@ async def test_errors_keep_their_type_and_their_blame_over_http():
         await client.prepare(A, FORM, {})
         with pytest.raises(EnvironmentFailure, match=r"KeyError: \[secret KEY\]"):
             await client.call(A, C1, ToolCall("crash", "1"))
-        with pytest.raises(SandboxError, match=r"no file nowhere"):
+        with pytest.raises(PathError, match=r"no file nowhere"):
             await client.read(A, "nowhere")
         with pytest.raises(ToolServerError, match="bearer token"):
             async with ToolServerClient(served.url, "wrong", "me") as stranger:

@@ -14,6 +14,7 @@ from sostenuto.errors import (
     ConfigError,
     EnvironmentFailure,
     InvalidTransition,
+    PathError,
     SandboxError,
     SostenutoError,
     ToolServerError,
@@ -151,6 +152,7 @@ def test_logs_and_their_tracebacks_carry_no_secret():
         (ConfigError("a"), 400, None),
         (EnvironmentFailure("b"), 422, Blame.ENVIRONMENT),
         (SandboxError("c"), 503, Blame.INFRASTRUCTURE),
+        (PathError("p"), 400, None),
         (Refused("d", status=409), 409, Blame.INFRASTRUCTURE),
     ],
 )

@@ -140,12 +140,12 @@ class ToolServerClient:
         return await self._ask_model(program_id, "shell", body, ShellReply, timeout_s=timeout_s, repeat_s=0)
 
     async def read(self, program_id: ProgramId, path: str) -> bytes:
-        """Content of a workspace file."""
+        """Content of a workspace file; PathError when there is none at this path."""
         target = _path(program_id, f"files/{quote(path)}")
         return await self._send(_Ask("GET", target, repeat_s=self._repeat_s))
 
     async def write(self, program_id: ProgramId, path: str, data: bytes) -> None:
-        """Create or replace a workspace file."""
+        """Create or replace a workspace file; PathError when the path cannot be one."""
         target = _path(program_id, f"files/{quote(path)}")
         await self._send(_Ask("PUT", target, data, repeat_s=self._repeat_s))
 

@@ -7,6 +7,7 @@ from sostenuto.errors import (
     Blame,
     ConfigError,
     EnvironmentFailure,
+    PathError,
     PolicyError,
     ProgramError,
     SandboxError,
@@ -31,6 +32,7 @@ NAMED: Mapping[str, type[SostenutoError]] = MappingProxyType(
         for kind in (
             ConfigError,
             EnvironmentFailure,
+            PathError,
             PolicyError,
             SandboxError,
             ToolServerError,
@@ -53,7 +55,9 @@ def status_of(error: SostenutoError) -> int:
     """4xx when the request or what it names is at fault, else 5xx."""
     if isinstance(error, Refused):
         return error.status
-    if isinstance(error, ConfigError):
+    if isinstance(error, PathError) and isinstance(error.__cause__, FileNotFoundError):
+        return 404
+    if isinstance(error, ConfigError | PathError):
         return 400
     return 422 if blame_of(error) in {Blame.ENVIRONMENT, Blame.POLICY} else 503
 

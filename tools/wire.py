@@ -12,7 +12,8 @@
     GET    /v1/state                                           -> State
     GET    /health                                             -> {}     the one route without a token
 
-Every request carries `Authorization: Bearer TOKEN`.  A refusal is a Refusal with a 4xx or 5xx status.
+Every request carries `Authorization: Bearer TOKEN`.  A refusal is a Refusal with a 4xx or 5xx status;
+a path without a file is a PathError, 404 where it is missing and 400 elsewhere.
 """
 
 from typing import Literal

@@ -12,6 +12,8 @@
     . EnvironmentFailure   code the environment's author wrote raised      (environment)
     . PolicyError          the policy's own output cannot be continued     (policy)
   - ToolError              raised by a tool on purpose; the model sees its text
+  - PathError              a path in a sandbox that is missing, outside, no file or too large; whoever
+                           named it is at fault, and the sandbox goes on
   - TrainerError           the trainer process broke, or cannot write what it has to
 
 Code below a boundary raises what it likes; `boundary` names the side it came from.
@@ -84,6 +86,10 @@ class PolicyError(ProgramError):
 
 class ToolError(SostenutoError):
     """Raised by a tool on purpose: its text becomes the observation."""
+
+
+class PathError(SostenutoError):
+    """No file that can be read or written is at this path of a workspace."""
 
 
 class TrainerError(SostenutoError):
