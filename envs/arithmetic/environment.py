@@ -16,7 +16,7 @@ from sostenuto.errors import ToolError
 from sostenuto.tools.decorator import tool
 from sostenuto.types import Episode, Message, StopReason
 
-RUN_S = 10.0
+RUN_S = 5.0
 _NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 
 _RUNNER = """\
@@ -44,7 +44,7 @@ before the policy's own code are left out."""
 class ChainSum(Environment[SumTask]):
     """Answer an arithmetic question, with Python or without."""
 
-    system = "Answer the question with one number. Use the tool to calculate."
+    system = "Answer with one number."
     sandbox = SandboxSpec(files={"run.py": _RUNNER}, memory_bytes=256 << 20, processes=32)
 
     def reset(self, task: SumTask) -> str:
