@@ -16,7 +16,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, JsonValue, model_validator
 from sostenuto.runtime.models import resolve_model
@@ -55,8 +55,10 @@ class TaskSection(Section):
     def load(self, environment: type[Environment[Any]]) -> Tasks[Any]:
         """The tasks, checked."""
         if self.factory is not None:
-            made = _function(self.factory)(**self.arguments)
-            return made if isinstance(made, Tasks) else Tasks(made, where=self.factory)
+            made: object = _function(self.factory)(**self.arguments)
+            if isinstance(made, Tasks):
+                return cast("Tasks[Any]", made)
+            return Tasks(cast("list[Any]", made), where=self.factory)
         assert self.file is not None
         model = declaration(environment).task_type
         if self.file.suffix == ".parquet":

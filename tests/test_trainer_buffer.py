@@ -95,16 +95,20 @@ def test_a_member_that_cannot_be_trained_is_dropped_with_a_reason_and_votes_in_n
 
 
 @pytest.mark.parametrize("reward", [0.0, float(np.float32(0.1))])
-def test_a_group_without_a_signal_is_dropped_or_kept_as_configured(reward: float):
+def test_a_group_without_a_signal_is_replaced_skipped_or_kept_as_configured(reward: float):
     programs = [f"p{index}" for index in range(8)]
-    dropping = opened(Buffer(), "g", *programs)
+    replacing = opened(Buffer(zero_spread="replace"), "g", *programs)
+    skipping = opened(Buffer(zero_spread="skip"), "g", *programs)
     keeping = opened(Buffer(zero_spread="keep"), "g", *programs)
-    for program in programs[:-1]:
-        dropping.add(trajectory(program, reward))
-        keeping.add(trajectory(program, reward))
-    assert {drop.reason for drop in dropping.add(trajectory("p7", reward))} == {"no_signal"}
-    assert keeping.add(trajectory("p7", reward)) == ()
-    assert (dropping.ready_groups, keeping.ready_groups) == (0, 1)
+    dropped = [
+        [drop.reason for program in programs for drop in buffer.add(trajectory(program, reward))]
+        for buffer in (replacing, skipping, keeping)
+    ]
+    assert dropped == [["no_signal"] * 8, [], []]
+    assert [b.ready_groups for b in (replacing, skipping, keeping)] == [0, 1, 1]
+    taken = skipping.take(1, V0, 0)
+    assert (taken.batch, len(taken.skipped), len(taken.dropped)) == ((), 1, 8)
+    assert len(keeping.take(1, V0, 0).batch) == 1
 
 
 def test_staleness_is_one_at_completion_and_two_when_taken_after_another_publication():

@@ -44,6 +44,14 @@ class ReadyGroup:
     def oldest_version(self) -> Version:
         return min(v.version for member in self.members for v in member.version_spans)
 
+    @property
+    def has_signal(self) -> bool:
+        """Whether the members' rewards differ."""
+        return has_spread(np.array([member.reward for member in self.members], dtype=np.float64))
+
+    def describe_rewards(self) -> str:
+        return f"every reward is {self.members[0].reward:g}"
+
     def drop(self, reason: str, detail: str = "") -> tuple[Dropped, ...]:
         return tuple(Dropped(member.program_id, reason, detail) for member in self.members)
 
@@ -53,7 +61,9 @@ class Taken:
     """What one request for a batch came to."""
 
     batch: tuple[ReadyGroup, ...]
-    """As many groups as were asked for, or none."""
+    """Together with `skipped` as many groups as were asked for, or none."""
+    skipped: tuple[ReadyGroup, ...]
+    """Took their place in the batch and teach nothing; their members are in `dropped`."""
     dropped: tuple[Dropped, ...]
 
 
@@ -74,7 +84,7 @@ class Buffer:
     def __init__(
         self,
         *,
-        zero_spread: Literal["drop", "keep"] = "drop",
+        zero_spread: Literal["skip", "replace", "keep"] = "skip",
         ancestors: Mapping[int, int] | None = None,
     ) -> None:
         self._zero_spread = zero_spread
@@ -143,7 +153,12 @@ class Buffer:
         usable.sort(key=lambda group: (group.oldest_version, group.arrived))
         enough = len(usable) >= groups
         self._ready = usable[groups:] if enough else usable
-        return Taken(tuple(usable[:groups]) if enough else (), tuple(dropped))
+        batch = usable[:groups] if enough else []
+        skipped = [group for group in batch if self._zero_spread == "skip" and not group.has_signal]
+        for group in skipped:
+            dropped.extend(group.drop("no_signal", group.describe_rewards()))
+        learnt = [group for group in batch if group not in skipped]
+        return Taken(tuple(learnt), tuple(skipped), tuple(dropped))
 
     def drain(self, reason: str) -> tuple[Dropped, ...]:
         """Close for good: everything here is dropped for `reason`, and so is what still arrives."""
@@ -169,9 +184,8 @@ class Buffer:
         ready = ReadyGroup(group_id, members, self._arrivals)
         if len(members) < 2:
             return ready.drop("group_too_small", f"{len(members)} of {len(group.members)} can be trained")
-        rewards = np.array([member.reward for member in members], dtype=np.float64)
-        if self._zero_spread == "drop" and not has_spread(rewards):
-            return ready.drop("no_signal", f"every reward is {rewards[0]:g}")
+        if self._zero_spread == "replace" and not ready.has_signal:
+            return ready.drop("no_signal", ready.describe_rewards())
         self._arrivals += 1
         self._ready.append(ready)
         return ()

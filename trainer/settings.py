@@ -131,5 +131,10 @@ class GRPO(Section):
     aggregation: Aggregation = "token_mean"
     """Over the whole batch, however it is cut into micro-batches."""
 
-    zero_spread: Literal["drop", "keep"] = "drop"
-    """A group with equal rewards: dropped(no_signal), or kept with advantages of exactly zero."""
+    zero_spread: Literal["skip", "replace", "keep"] = "skip"
+    """What becomes of a group with equal rewards, which teaches nothing.
+
+    skip: it takes its place in a batch and is dropped(no_signal) there, so a step costs the same whatever
+    the success.  replace: it is dropped as soon as it is complete and another group is sampled in its place.
+    keep: it is trained with advantages of exactly zero, and its tokens count in the loss's denominator.
+    """

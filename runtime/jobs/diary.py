@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from sostenuto.runtime.jobs.events import Evaluated, JobResult, StepTrained, TimeSplit
+from sostenuto.runtime.jobs.supply import Batch
 from sostenuto.runtime.ledger import LedgerStatistics
-from sostenuto.trainer.advantages import has_spread
-from sostenuto.trainer.buffer import ReadyGroup
 from sostenuto.trainer.reports import StepReport
 from sostenuto.types import Usage, Version
 
@@ -34,7 +33,7 @@ class StepClock:
 
 
 def step_trained(
-    batch: tuple[ReadyGroup, ...],
+    batch: Batch,
     report: StepReport,
     clock: StepClock,
     deployed: Version,
@@ -43,15 +42,15 @@ def step_trained(
     steps: int,
 ) -> StepTrained:
     """`deployed` is the version when the batch was taken, which staleness is against."""
-    members = [member for group in batch for member in group.members]
+    members = batch.members
     staleness = [member.staleness(deployed) for member in members]
-    rewards = [[member.reward or 0.0 for member in group.members] for group in batch]
     return StepTrained(
         step=step,
         steps=steps,
         version=version,
-        reward=float(np.mean([reward for group in rewards for reward in group])),
-        no_signal_share=float(np.mean([not has_spread(np.array(group)) for group in rewards])),
+        reward=float(np.mean([member.reward or 0.0 for member in members])),
+        groups=len(batch.groups),
+        skipped=len(batch.skipped),
         staleness_mean=float(np.mean(staleness)),
         staleness_max=max(staleness),
         report=report,

@@ -62,8 +62,10 @@ class StepTrained:
     version: Version
     reward: float
     """Mean over the batch's programs."""
-    no_signal_share: float
-    """Groups in the batch whose rewards were all equal."""
+    groups: int
+    """That were learnt from."""
+    skipped: int
+    """Groups of the batch with equal rewards, which teach nothing."""
     staleness_mean: float
     staleness_max: int
     report: StepReport

@@ -16,10 +16,9 @@ from sostenuto.runtime.jobs.evaluate import Evaluation
 from sostenuto.runtime.jobs.events import JobResult, JobStarted, Saved
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.seeds import seed_of
-from sostenuto.runtime.jobs.supply import GroupSupply
+from sostenuto.runtime.jobs.supply import Batch, GroupSupply
 from sostenuto.runtime.jobs.warm_start import warm_start
 from sostenuto.runtime.jobs.workshop import Premises, Say, Workshop, open_workshop
-from sostenuto.trainer.buffer import ReadyGroup
 from sostenuto.trainer.client import TrainerClient
 from sostenuto.trainer.credit import credit_group
 from sostenuto.trainer.samples import Sample
@@ -97,8 +96,8 @@ async def _step(
     say(told)
 
 
-def _credit(job: RLJob, batch: tuple[ReadyGroup, ...], step: int) -> list[Sample]:
-    groups = [group.members for group in batch]
+def _credit(job: RLJob, batch: Batch, step: int) -> list[Sample]:
+    groups = [group.members for group in batch.groups]
     if job.shuffle_rewards:
         groups = _with_rewards_shuffled(groups, seed_of("shuffle", job.seed, step))
     return [sample for members in groups for sample in credit_group(members, job.algorithm)]

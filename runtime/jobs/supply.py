@@ -42,6 +42,20 @@ class _Lost:
     reasons: deque[str] = field(default_factory=lambda: deque[str](maxlen=3))
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step takes."""
+
+    groups: tuple[ReadyGroup, ...]
+    skipped: tuple[ReadyGroup, ...]
+    """Equal rewards, nothing to learn."""
+
+    @property
+    def members(self) -> list[Trajectory]:
+        """Of all groups, the skipped ones included."""
+        return [member for group in (*self.groups, *self.skipped) for member in group.members]
+
+
 class GroupSupply:
     """Between the programs and the trainer of one job.  `generate` runs beside the one who `take`s."""
 
@@ -62,7 +76,8 @@ class GroupSupply:
         self._pacing = Pacing(job.groups_per_step, job.max_staleness)
         self._ordinal = 0
         self._learning = 0
-        self._used = 0
+        self._steps = 0
+        """Batches that were taken to learn from."""
         self._exhausted = False
         self._lost = _Lost()
         self._changed = anyio.Event()
@@ -75,25 +90,28 @@ class GroupSupply:
                     self._open_next(group)
                 await self._change()
 
-    async def take(self) -> tuple[ReadyGroup, ...]:
-        """The next batch; waits for it.  Raises when it can never come."""
+    async def take(self) -> Batch:
+        """The next batch with something to learn from; waits for it.  Raises when it can never come."""
         while True:
             taken = self._buffer.take(self._job.groups_per_step, self._deployed(), self._job.max_staleness)
             self._drop(taken.dropped)
             if taken.batch:
                 self._learning = len(taken.batch)
-                self._used += len(taken.batch)
-                return taken.batch
+                self._steps += 1
+                return Batch(taken.batch, taken.skipped)
+            if taken.skipped:
+                self._notify()
+                continue
             self._refuse_to_wait_for_ever()
             with anyio.move_on_after(_STALL_S) as waiting:
                 await self._change()
             if waiting.cancelled_caught:
                 self._say(Stalled(_STALL_S, tuple(self._waited_for())))
 
-    def trained(self, batch: tuple[ReadyGroup, ...], *, refused: str = "") -> None:
+    def trained(self, batch: Batch, *, refused: str = "") -> None:
         """The batch's one outcome: trained, or dropped because the step was refused."""
         outcome = Outcome(OutcomeKind.DROPPED, "step_refused") if refused else TRAINED
-        for group in batch:
+        for group in batch.groups:
             for member in group.members:
                 self._rollouts.end(member.program_id, outcome)
 
@@ -111,7 +129,7 @@ class GroupSupply:
     def _room(self) -> int:
         """Groups that may start now, and that the rest of the job can still use."""
         open_groups, ready = self._buffer.open_groups, self._buffer.ready_groups
-        wanted = self._job.steps * self._job.groups_per_step - self._used - open_groups - ready
+        wanted = (self._job.steps - self._steps) * self._job.groups_per_step - open_groups - ready
         room = self._pacing.room(open_groups=open_groups, ready_groups=ready, learning_groups=self._learning)
         return max(0, min(room, wanted))
 

@@ -43,7 +43,7 @@ def _of_step(event: StepTrained) -> dict[str, float]:
     }
     return {
         "reward/mean": event.reward,
-        "reward/no_signal_share": event.no_signal_share,
+        "reward/skipped_groups": event.skipped,
         "staleness/mean": event.staleness_mean,
         "staleness/max": event.staleness_max,
         "learn/loss": report.loss,

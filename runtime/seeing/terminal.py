@@ -22,6 +22,8 @@ from sostenuto.runtime.jobs.events import (
 )
 from sostenuto.runtime.ledger import LedgerStatistics
 
+_EXPECTED = {"job_over", "no_signal"}
+"""Reasons that need no line of their own; the ledger has them."""
 _EVERY = 10
 """Steps between two lines that stay."""
 
@@ -91,7 +93,7 @@ class Terminal:
                     f"warm start, step {event.step}: lessons {event.lessons_exact:.3f} exact, "
                     f"answers {event.answers_exact:.3f} exact; gate {state}"
                 )
-            case Dropped(reason, programs, detail) if reason != "job_over":
+            case Dropped(reason, programs, detail) if reason not in _EXPECTED:
                 self._line(f"{programs} programs dropped: {reason} {detail}")
             case Quarantined(task_id):
                 self._line(
