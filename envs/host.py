@@ -229,15 +229,21 @@ class WorkerHost:
     def _why(self, flight_id: int) -> Exception:
         """What became of one request when the worker ended."""
         what = self._flights.describe(flight_id)
-        culprit = self._culprit
-        if culprit is None:
-            return ToolServerError(f"{what}: the worker ended: {self._worker.epitaph()}")
-        hung = f"still running {self._config.grace_s:g} s after its limit of {culprit.limit_s:g} s"
-        if culprit.id == flight_id:
+        if self._culprit is not None and self._culprit.id == flight_id:
             return EnvironmentFailure(
-                f"{what}: {hung}, and nothing but the end of its worker stops it; bound what it waits for"
+                f"{what}: {self._overrun(self._culprit)}, and nothing but the end of its worker stops it; "
+                "bound what it waits for"
             )
-        return ToolServerError(f"{what}: the worker was ended for a neighbour: {culprit} was {hung}")
+        return ToolServerError(f"{what}: {self._ending()}")
+
+    def _ending(self) -> str:
+        if self._culprit is None:
+            return f"the worker ended: {self._worker.epitaph()}"
+        overrun = self._overrun(self._culprit)
+        return f"the worker was ended for a neighbour: {self._culprit} was {overrun}"
+
+    def _overrun(self, culprit: Flight) -> str:
+        return f"still running {self._config.grace_s:g} s after its limit of {culprit.limit_s:g} s"
 
     def _lost(self) -> None:
         self.alive = False
@@ -309,7 +315,7 @@ class WorkerHost:
 
     async def _ask(self, frame: Request, flight: Flight, decoder: msgspec.msgpack.Decoder[T]) -> T:
         if not self.alive:
-            raise ToolServerError(f"{flight}: its worker is gone")
+            raise ToolServerError(f"{flight}: {self._ending()}")
         future = self._channel.post(frame)
         self._flights.add(flight)
         return await self._channel.answer(frame.id, future, decoder)

@@ -62,7 +62,10 @@ class WorkerProcess:
     def epitaph(self) -> str:
         """How it ended, and its last words."""
         code = self.process.returncode
-        how = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
+        if code is None:
+            how = "it hung up"
+        else:
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"{how}; it wrote last: {' | '.join(list(self.last_lines)[-5:]) or 'nothing'}"
 
     def _take(self, line: str) -> None:

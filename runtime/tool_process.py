@@ -7,6 +7,7 @@ command line) and writes one line to stdout: where it listens, or what is wrong.
 import logging
 import os
 import secrets as randomness
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
@@ -21,7 +22,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sostenuto.envs.pool import WorkerPool
-from sostenuto.errors import ConfigError, SostenutoError, ToolServerError, Unsupported
+from sostenuto.errors import ConfigError, SostenutoError, ToolServerError, Unsupported, lone_error
 from sostenuto.runtime.config import ToolServerSettings
 from sostenuto.sandbox.choose import choose_backend
 from sostenuto.sandbox.folders import reclaim
@@ -64,6 +65,7 @@ class LaunchedToolServer:
     client: ToolServerClient
     isolation: str
     """What its sandboxes are separated by, for people."""
+    pid: int
 
 
 @asynccontextmanager
@@ -72,18 +74,25 @@ async def launch_tool_server(
 ) -> AsyncGenerator[LaunchedToolServer]:
     """Run a tool server while the block runs, with a client whose heartbeats keep its programs alive.
 
-    Raises Unsupported when no sandbox works here, ConfigError for a port in use; both name the remedy.
+    Raises Unsupported when no sandbox works here, ConfigError for a port in use; both name the remedy.  When
+    the process ends on its own, every request of the client says so, and the block goes on.
     """
     orders = _orders(settings, sandbox_root)
-    async with _process(orders, log) as word:
+    async with _process(orders, log) as (process, word):
         owner = f"runtime-{os.getpid()}-{randomness.token_hex(4)}"
-        async with (
-            ToolServerClient(word.url, orders.server.token, owner, lease_s=settings.lease_s) as client,
-            anyio.create_task_group() as group,
-        ):
-            group.start_soon(client.heartbeats)
-            yield LaunchedToolServer(client, word.isolation)
-            group.cancel_scope.cancel()
+        client = ToolServerClient(word.url, orders.server.token, owner, lease_s=settings.lease_s)
+        with lone_error():
+            async with client, anyio.create_task_group() as group:
+                group.start_soon(client.heartbeats)
+                group.start_soon(_watch, process, client, log)
+                yield LaunchedToolServer(client, word.isolation, process.pid)
+                group.cancel_scope.cancel()
+
+
+async def _watch(process: Process, client: ToolServerClient, log: Path) -> None:
+    code = await process.wait()
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    client.give_up(f"the tool server ended ({how}); see {log}, and start the run again")
 
 
 def _orders(settings: ToolServerSettings, sandbox_root: Path) -> _Orders:
@@ -103,7 +112,7 @@ def _orders(settings: ToolServerSettings, sandbox_root: Path) -> _Orders:
 
 
 @asynccontextmanager
-async def _process(orders: _Orders, log: Path) -> AsyncGenerator[_FirstWord]:
+async def _process(orders: _Orders, log: Path) -> AsyncGenerator[tuple[Process, _FirstWord]]:
     with log.open("ab") as stderr:
         process = await anyio.open_process(
             [sys.executable, "-m", "sostenuto.runtime.tool_process"],
@@ -113,7 +122,7 @@ async def _process(orders: _Orders, log: Path) -> AsyncGenerator[_FirstWord]:
             start_new_session=True,
         )
     try:
-        yield await _introduce(process, orders, log)
+        yield process, await _introduce(process, orders, log)
     finally:
         with anyio.CancelScope(shield=True):
             await _end(process)

@@ -2,6 +2,7 @@
 
 - Every request has a deadline, and ends in an answer or in an exception of sostenuto.errors.
 - A request that may be repeated without harm is repeated, for a bounded time, when its connection is lost.
+- Once `give_up` was told that the server is gone, every request says so at once.
 - Cancelling a `prepare` releases the program; cancelling a `call` leaves it running under its id.
 """
 
@@ -68,6 +69,7 @@ class ToolServerClient:
         self._lease_s = lease_s
         self._repeat_s = repeat_s
         self._slack_s = slack_s
+        self._gone = ""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -162,9 +164,17 @@ class ToolServerClient:
         path = f"/v1/owners/{quote(self._owner, safe='')}/heartbeat"
         body = Heartbeat(lease_s=self._lease_s).model_dump_json().encode()
         ask = _Ask("POST", path, body, timeout_s=self._lease_s, repeat_s=self._lease_s)
-        while True:
-            await self._send(ask)
+        while not self._gone:
+            try:
+                await self._send(ask)
+            except ToolServerError:
+                if not self._gone:
+                    raise
             await anyio.sleep(self._lease_s / 3)
+
+    def give_up(self, reason: str) -> None:
+        """For whoever knows that the server is gone: requests, those under way too, fail with this reason."""
+        self._gone = reason
 
     async def _ask_model(
         self,
@@ -210,11 +220,11 @@ class ToolServerClient:
                 lost = error
             now_s = anyio.current_time()
             give_up_s = now_s + ask.repeat_s if give_up_s is None else give_up_s
-            if now_s + REPEAT_PAUSE_S > give_up_s:
-                raise ToolServerError(
-                    f"{ask.method} {ask.path}: connection to {self._url} lost: {lost}"
-                ) from lost
+            # Also before giving up: whoever watches the server may know more by then.
             await anyio.sleep(REPEAT_PAUSE_S)
+            if self._gone or now_s + REPEAT_PAUSE_S > give_up_s:
+                reason = self._gone or f"connection to {self._url} lost: {lost}"
+                raise ToolServerError(f"{ask.method} {ask.path}: {reason}") from lost
 
     async def _send_once(self, ask: _Ask) -> bytes:
         url = URL(self._url + ask.path, encoded=True)

@@ -1,0 +1,265 @@
+"""An agent that follows a script, on the real path: everything but the model is what production runs.
+
+The engine speaks the quickstart's own tokens: what it answers is the scripted message, written by the
+renderer as the policy would sample it.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import psutil
+from pydantic import BaseModel
+
+from sostenuto.envs.declaration import declaration
+from sostenuto.envs.registry import environment_ref
+from sostenuto.envs.task import task_id
+from sostenuto.errors import EngineError
+from sostenuto.records import Trajectory
+from sostenuto.runtime.config import ToolServerSettings
+from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
+from sostenuto.runtime.drive import ProgramSpec
+from sostenuto.runtime.engines.wire import (
+    Capabilities,
+    CommitReply,
+    CommitRequest,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    Load,
+    ScoreReply,
+    ScoreRequest,
+    WireVersionSpan,
+)
+from sostenuto.runtime.journal import open_journal
+from sostenuto.runtime.ledger import Ledger
+from sostenuto.runtime.quickstart.folder import write_folder
+from sostenuto.runtime.quickstart.recipe import ModelShape
+from sostenuto.runtime.quickstart.tokenizer import tokenizer_material, train_tokenizer
+from sostenuto.runtime.rendering.choice import open_renderer
+from sostenuto.runtime.rendering.folder import ModelFolder
+from sostenuto.runtime.rendering.renderer import Renderer
+from sostenuto.runtime.rollouts import Rollouts
+from sostenuto.runtime.run_directory import RunDirectory, hold
+from sostenuto.runtime.tool_process import launch_tool_server
+from sostenuto.scheduler.scheduler import SchedulerSettings
+from sostenuto.tools.client import ToolServerClient
+from sostenuto.trainer.publication.manifest import Manifest
+from sostenuto.types import EngineId, GroupId, Limits, Message, ProgramId, Purpose, ToolCall
+
+ENGINE = EngineId("scripted")
+TINY = ModelShape(layers=2, hidden=32, heads=2, feed_forward=64, context_tokens=512)
+
+Script = Callable[[str], Sequence[Message]]
+"""The assistant's messages of a program, one for each turn; the last one is repeated when it is asked on."""
+
+
+def calls(*pairs: tuple[str, str]) -> Message:
+    """An assistant's message that asks for these tools, arguments as JSON."""
+    return Message("assistant", "", tuple(ToolCall(name, arguments) for name, arguments in pairs))
+
+
+def says(text: str) -> Message:
+    return Message("assistant", text)
+
+
+def turns_of(conversation: Sequence[Message]) -> list[Message]:
+    return [message for message in conversation if message.role == "assistant"]
+
+
+def write_tokenizer_folder(folder: Path, shape: ModelShape = TINY) -> Path:
+    """The quickstart's model folder without weights."""
+    write_folder(folder, train_tokenizer(tokenizer_material(1)), shape)
+    return folder
+
+
+@dataclass
+class ScriptedEngine:
+    """Implements `Engine`.  `contexts` are the tokens that it saw and gave, by program; `held` is its KV."""
+
+    renderer: Renderer
+    script: Script
+    decode_s: float = 0.0
+    context_tokens: int = 512
+    kv_tokens: int = 4096
+    concurrency: int = 8
+    contexts: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    held: dict[str, int] = field(default_factory=dict[str, int])
+    turns: dict[str, int] = field(default_factory=dict[str, int])
+    decoding: int = 0
+    broken: str = ""
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities(
+            model="scripted",
+            architecture="Script",
+            vocabulary_size=768,
+            context_tokens=self.context_tokens,
+            kv_tokens=self.kv_tokens,
+            concurrency=self.concurrency,
+            shares_prefixes=False,
+            version="0.0",
+            dtype="float32",
+            threads=1,
+        )
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        self.decoding += 1
+        try:
+            await anyio.sleep(self.decode_s)
+        finally:
+            self.decoding -= 1
+        if self.broken:
+            raise EngineError(self.broken)
+        return self._reply(request)
+
+    def _reply(self, request: GenerateRequest) -> GenerateReply:
+        program = request.program_id
+        before = self.contexts.get(program, [])
+        assert request.token_ids[: len(before)] == before, "the context was encoded again"
+        said = self.script(program)
+        turn = self.turns.get(program, 0)
+        whole = self.renderer.write([Message("user", "")], said[min(turn, len(said) - 1)], ())
+        ids = whole[: request.max_new_tokens]
+        self.turns[program] = turn + 1
+        cached = self.held.get(program, 0)
+        self.contexts[program] = [*request.token_ids, *ids]
+        self.held[program] = len(self.contexts[program])
+        return GenerateReply(
+            token_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            versions=[WireVersionSpan(version="0.0", start=0, end=len(ids))],
+            finish_reason=FinishReason.STOP if ids == whole else FinishReason.LENGTH,
+            cached_tokens=cached,
+            prefilled_tokens=len(request.token_ids) - cached,
+            queue_s=0.0,
+            prefill_s=0.0,
+            decode_s=self.decode_s,
+        )
+
+    async def release(self, program_id: ProgramId) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.held.pop(program_id, None)
+
+    async def load(self) -> Load:
+        raise EngineError("a script has no load")
+
+    async def abort(self, request_id: str) -> None:
+        raise EngineError(f"a script is not aborted, {request_id} neither")
+
+    async def score(self, request: ScoreRequest) -> ScoreReply:
+        raise EngineError(f"a script scores no {len(request.token_ids)} tokens")
+
+    async def prepare_update(self, manifest: Manifest) -> None:
+        raise EngineError(f"a script has no weights for {manifest.version}")
+
+    async def commit_update(self, request: CommitRequest) -> CommitReply:
+        raise EngineError(f"a script has no weights for {request.version}")
+
+    async def abandon_update(self, version: str) -> None:
+        raise EngineError(f"a script has no weights for {version}")
+
+    async def flush(self) -> None:
+        self.held.clear()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The real path, with a script in the engine's place."""
+
+    run: RunDirectory
+    engine: ScriptedEngine
+    dispatcher: Dispatcher
+    rollouts: Rollouts
+    ledger: Ledger
+    client: ToolServerClient
+    server_pid: int
+
+    async def play(self, specs: Sequence[ProgramSpec]) -> dict[str, Trajectory]:
+        """Run the programs together."""
+        done: dict[str, Trajectory] = {}
+
+        async def run(spec: ProgramSpec) -> None:
+            done[spec.id] = await self.rollouts.run(spec)
+
+        async with anyio.create_task_group() as group:
+            for spec in specs:
+                group.start_soon(run, spec)
+        return done
+
+    @property
+    def sandboxes(self) -> list[str]:
+        folder = self.run.path / "sandboxes"
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+    async def assert_nothing_is_held(self) -> None:
+        statistics = self.ledger.statistics()
+        assert statistics.closes
+        assert statistics.running == 0
+        assert (await self.client.state()).programs == ()
+        assert self.sandboxes == []
+        assert self.engine.held == {}
+        assert self.engine.decoding == 0
+
+
+@asynccontextmanager
+async def staged(
+    directory: Path,
+    model: Path,
+    script: Script,
+    *,
+    tools: ToolServerSettings | None = None,
+    engine: Mapping[str, float] | None = None,
+) -> AsyncGenerator[Stage]:
+    """Everything of one run but its jobs; no process of it is left afterwards."""
+    before = children()
+    renderer = open_renderer(ModelFolder.open(model))
+    ledger, scripted = Ledger(), ScriptedEngine(renderer, script)
+    for name, value in (engine or {}).items():
+        setattr(scripted, name, value)
+    settings = SchedulerSettings()
+    with hold(directory) as run:
+        async with (
+            open_journal(run.journal) as journal,
+            launch_tool_server(
+                tools or ToolServerSettings(),
+                sandbox_root=run.path / "sandboxes",
+                log=run.logs / "tool_server.log",
+            ) as launched,
+            open_dispatcher(settings, {ENGINE: scripted}, launched.client, renderer) as dispatcher,
+        ):
+            rollouts = Rollouts(dispatcher, ledger, journal)
+            yield Stage(run, scripted, dispatcher, rollouts, ledger, launched.client, launched.pid)
+    assert children() - before == set()
+
+
+def specs_of(
+    environment: type,
+    tasks: Mapping[str, BaseModel],
+    *,
+    limits: Limits | None = None,
+    purpose: Purpose = Purpose.TRAIN,
+) -> list[ProgramSpec]:
+    """One program for each task, under the name that it is given."""
+    declaration(environment)
+    ref = environment_ref(environment)
+    return [
+        ProgramSpec(
+            id=ProgramId(name),
+            group_id=GroupId(name),
+            task_id=task_id(task),
+            purpose=purpose,
+            environment=ref,
+            task=task.model_dump(mode="json"),
+            limits=limits or Limits(turn_tokens=200, wall_s=60),
+        )
+        for name, task in tasks.items()
+    ]
+
+
+def children() -> set[int]:
+    """Pids below this process, zombies included."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
