@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml requirements.lock
 	  { echo "Python 3.11 or later is needed; name it with: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV) || \
 	  { echo "the venv module is missing; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
-	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[train,parquet,docker,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[train,parquet,dev]'
 	touch $(STAMP)
 
 clean:

@@ -17,8 +17,6 @@ from sostenuto.sandbox.protocol import Probe
 _OPTIONAL = {
     "torch": "training and the embedded engine: pip install 'sostenuto[train]'",
     "pyarrow": "tasks from Parquet: pip install 'sostenuto[parquet]'",
-    "docker": "Docker sandboxes: pip install 'sostenuto[docker]'",
-    "ray": "clusters: pip install 'sostenuto[ray]'",
 }
 _SHM = Path("/dev/shm")
 
@@ -39,6 +37,8 @@ class Findings:
 async def examine() -> Findings:
     """Run every sandbox backend once and look at the rest."""
     with tempfile.TemporaryDirectory(prefix="sostenuto-doctor-") as root:
+        # A run directory can be entered by the users that sandboxes run as; a temporary one cannot.
+        Path(root).chmod(0o711)  # noqa: ASYNC240
         probes = await probe_backends(Path(root))
     return Findings(
         system=f"{platform.system()} {platform.release()}, Python {sys.version.split()[0]}",
