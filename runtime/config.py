@@ -1,8 +1,9 @@
 """What a user configures, apart from the job itself.  Parsed once, frozen, passed down in parts."""
 
 import tomllib
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -90,23 +91,26 @@ def parse(values: dict[str, Any], model: type[M], *, where: str) -> M:
 
 def _explain(model: type[BaseModel], loc: tuple[int | str, ...], kind: str, message: str) -> str:
     place = ".".join(str(part) for part in loc) or "the whole"
-    if kind != "extra_forbidden":
-        return f"{place}: {message}"
-    section = _section(model, loc[:-1])
-    known = list(section.model_fields) if section else []
-    return f"unknown key {place!r}; {nearest(str(loc[-1]), known)}"
+    if kind not in {"extra_forbidden", "unexpected_keyword_argument"}:
+        return f"{place}: {message.removeprefix('Value error, ')}"
+    return f"unknown key {place!r}; {nearest(str(loc[-1]), list(_section(model, loc[:-1])))}"
 
 
-def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """The model that a path of keys leads to."""
-    found: type[BaseModel] | None = model
+def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> dict[str, Any]:
+    """Keys, with their annotations, of the section that a path of keys leads to."""
+    known = _keys(model) or {}
     for part in loc:
-        annotation = (
-            found.model_fields[str(part)].annotation if found and str(part) in found.model_fields else None
-        )
-        candidates = (annotation, *get_args(annotation))
-        found = next(
-            (c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)),
-            found if annotation is None else None,
-        )
-    return found
+        if str(part) in known:
+            annotation = known[str(part)]
+            found = (_keys(candidate) for candidate in (annotation, *get_args(annotation)))
+            known = next((keys for keys in found if keys is not None), {})
+    return known
+
+
+def _keys(section: object) -> dict[str, Any] | None:
+    if isinstance(section, type) and issubclass(section, BaseModel):
+        return {name: field.annotation for name, field in section.model_fields.items()}
+    if isinstance(section, type) and is_dataclass(section):
+        hints = get_type_hints(section)
+        return {field.name: hints[field.name] for field in fields(section)}
+    return None

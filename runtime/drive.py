@@ -182,8 +182,7 @@ class Drive:
     # ---- turns ----
 
     async def _until_stopped(self) -> StopReason:
-        if not await self._prepare():
-            return StopReason.CONTEXT_FULL
+        await self._prepare()
         with anyio.move_on_after(self.spec.limits.wall_s):
             while True:
                 stop = await self._turn()
@@ -191,8 +190,8 @@ class Drive:
                     return stop
         return StopReason.DEADLINE
 
-    async def _prepare(self) -> bool:
-        """Make the environment and render the prompt; False when no engine could take even that."""
+    async def _prepare(self) -> None:
+        """Make the environment and render the prompt; EnvironmentFailure when that alone is too much."""
         await self._granted()
         began_s = anyio.current_time()
         self._needs_release = True
@@ -207,13 +206,17 @@ class Drive:
         self._conversation.begin(ready.messages, ready.tools, at_s=anyio.current_time())
         self._spend(environment_s=anyio.current_time() - began_s)
         room = self._room()
-        if room > 0:
-            self._around.report(Prepared(self.spec.id, self._footprint(), room))
-        return room > 0
+        if room <= 0:
+            raise self._prompt_too_long(f"{self._most_tokens()} tokens are allowed in all")
+        self._around.report(Prepared(self.spec.id, self._footprint(), room))
 
     async def _turn(self) -> StopReason | None:
         """Decode once and act on it; a reason when the program is over."""
         grant = await self._granted()
+        if isinstance(grant, Refuse) and not self._turns:
+            raise self._prompt_too_long(
+                f"its first turn needs KV of {grant.needed_tokens}, not {grant.largest_tokens}"
+            )
         if not isinstance(grant, Decode):
             return StopReason.CONTEXT_FULL
         self._turns += 1
@@ -310,8 +313,6 @@ class Drive:
             case _:
                 return result
 
-    # ---- the end ----
-
     async def _score(self, stop: StopReason) -> Reward:
         began_s = anyio.current_time()
         episode = Episode(
@@ -342,8 +343,6 @@ class Drive:
             await self._around.tools.release(self.spec.id)
         self._needs_release = False
 
-    # ---- counts ----
-
     async def _granted(self) -> Grant:
         began_s = anyio.current_time()
         grant = await self._grant()
@@ -355,9 +354,18 @@ class Drive:
 
     def _room(self) -> int:
         """Tokens that the next turn may sample."""
-        length, limits = len(self._conversation.token_ids), self.spec.limits
-        room = min(limits.turn_tokens, self._around.context_tokens() - length)
-        return room if limits.total_tokens is None else min(room, limits.total_tokens - length)
+        length = len(self._conversation.token_ids)
+        return min(self.spec.limits.turn_tokens, self._most_tokens() - length)
+
+    def _most_tokens(self) -> int:
+        total, context = self.spec.limits.total_tokens, self._around.context_tokens()
+        return context if total is None else min(total, context)
+
+    def _prompt_too_long(self, why: str) -> EnvironmentFailure:
+        return EnvironmentFailure(
+            f"the prompt alone has {len(self._conversation.token_ids)} tokens: {why}; shorten it, or raise "
+            "limits.total_tokens, engine.kv_tokens or the model's context"
+        )
 
     def _which_limit(self) -> StopReason:
         length, total = len(self._conversation.token_ids), self.spec.limits.total_tokens

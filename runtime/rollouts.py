@@ -41,13 +41,18 @@ class Rollouts:
         return sorted(task for task in self._infrastructure_failures if self.is_quarantined(task))
 
     async def run(self, spec: ProgramSpec) -> Trajectory:
-        """Run one program; a cancelled one is in the books before the cancellation goes on."""
+        """Run one program; however it ends, it is in the books before that goes on."""
         self._ledger.submit(spec.id)
         self._journal.write(ProgramSubmitted(spec.id, spec.group_id, spec.task_id, spec.purpose))
         try:
             trajectory = await self._dispatcher.run(spec)
         except anyio.get_cancelled_exc_class():
             self.end(spec.id, Outcome(OutcomeKind.CANCELLED, self.cancelled_by))
+            raise
+        except BaseException as error:
+            # No program's failure, such as a template that refuses every prompt: it ends the job.
+            reason = f"{type(error).__name__}: {error}"
+            self.end(spec.id, Outcome(OutcomeKind.FAILED, reason, Blame.INFRASTRUCTURE))
             raise
         return self._enter(trajectory)
 

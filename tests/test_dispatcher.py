@@ -142,7 +142,9 @@ async def test_a_prompt_that_no_engine_can_hold_ends_that_program_alone():
     engine, tools = FakeEngine(kv_tokens=40), FakeTools(prompt="x" * 60)
     async with dispatching(engine, tools) as dispatcher:
         trajectory = await dispatcher.run(spec("big"))
-        assert trajectory.stop_reason is StopReason.CONTEXT_FULL
+        assert trajectory.outcome is not None
+        assert trajectory.outcome.blame is Blame.ENVIRONMENT
+        assert "the prompt alone has 60 tokens: 40 tokens are allowed in all" in trajectory.outcome.reason
         tools.prompt = "small"
         assert (await dispatcher.run(spec("small"))).stop_reason is StopReason.ANSWERED
 

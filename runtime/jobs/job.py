@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, JsonValue
 
@@ -35,6 +35,13 @@ class WarmStart:
     batch: int = 8
     """Conversations in one step."""
     schedule: Schedule = field(default_factory=Schedule)
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"warm_start: {name} is {getattr(self, name)}; give at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

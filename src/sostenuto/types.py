@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import NamedTuple, NewType, Self
+from typing import ClassVar, NamedTuple, NewType, Self
 
-from sostenuto.errors import Blame
+from sostenuto.errors import Blame, ConfigError
 
 ProgramId = NewType("ProgramId", str)
 GroupId = NewType("GroupId", str)
@@ -124,6 +124,14 @@ class Limits:
     """Prompt, generated and fed tokens of the whole program."""
     tool_calls: int | None = None
     wall_s: float = 600.0
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"limits: {limit.name} is {value}; give more than 0")
 
 
 @dataclass(frozen=True, slots=True)
