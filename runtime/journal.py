@@ -203,11 +203,16 @@ class JournalReader:
 
 @contextmanager
 def read_journal(path: Path) -> Generator[JournalReader]:
-    """Raise ConfigError when there is no journal at `path`."""
+    """Raise ConfigError when there is no journal at `path`, or none that can be read."""
     if not path.is_file():
         raise ConfigError(f"no journal at {path}; is this a run directory?")
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
-        yield JournalReader(connection)
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+            yield JournalReader(connection)
+    except sqlite3.Error as error:
+        raise ConfigError(
+            f"the journal {path} cannot be read: {error}; restore the file, or choose another run directory"
+        ) from error
 
 
 def _state(stage: str, kind: str | None, reason: str | None, blame: str | None) -> Stage | Outcome:

@@ -9,6 +9,7 @@ Invariants:
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -135,12 +136,18 @@ class Runtime:
         return self._run
 
     async def submit(self, job: RLJob | EvalJob) -> JobHandle:
-        """Start a job; ConfigError at once when it cannot run."""
+        """Start a job; ConfigError at once when it cannot run.
+
+        In a directory that is taken up for the n-th time, `.n` is added to its name.
+        """
         job.environment()
         job.model_folder()
         if job.name in self._names:
             raise ConfigError(f"job name {job.name!r} was used in this run before; give another name")
         self._names.add(job.name)
+        if self._epoch:
+            # The programs of an earlier runtime keep their ids.
+            job = replace(job, name=f"{job.name}.{self._epoch}")
         handle = JobHandle(job.name)
         say = self._logged(handle)
 
@@ -154,10 +161,9 @@ class Runtime:
 
     async def _open(self) -> None:
         self._run = self._stack.enter_context(hold(Path(self.config.directory)))
-        epoch, self._number, self._ledger = _what_was_before(self._run)
-        self._epoch = epoch
         self._log = self._stack.enter_context(self._run.events.open("ab", buffering=0))
         self._journal = await self._stack.enter_async_context(open_journal(self._run.journal))
+        self._epoch, self._number, self._ledger = _what_was_before(self._run)
         self._settle(self._journal)
         launched = await self._stack.enter_async_context(
             launch_tool_server(
@@ -200,8 +206,6 @@ class Runtime:
 
 def _what_was_before(run: RunDirectory) -> tuple[int, int, Ledger]:
     """The new run epoch, the highest version number ever used, and the ledger."""
-    if not run.journal.is_file():
-        return 0, -1, Ledger()
     with read_journal(run.journal) as reader:
         highest = reader.highest_version()
         epoch = int(reader.facts().get(_EPOCH, "-1")) + 1

@@ -7,6 +7,7 @@ import anyio
 from pydantic import BaseModel
 
 from sostenuto.envs.task import Tasks, task_id
+from sostenuto.errors import SostenutoError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.drive import ProgramSpec
 from sostenuto.runtime.jobs.events import Evaluated
@@ -14,6 +15,10 @@ from sostenuto.runtime.jobs.seeds import seed_of
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.types import GroupId, Limits, ProgramId, Purpose, Version
+
+
+class NothingScored(SostenutoError):  # noqa: N818 - reads as the fact it states
+    """Every program of an evaluation failed: there is no mean to give."""
 
 
 class Evaluation:
@@ -38,7 +43,7 @@ class Evaluation:
     async def run(
         self, rollouts: Rollouts, *, temperature: float, step: int, version: Version
     ) -> tuple[Evaluated, list[Trajectory]]:
-        """Run every task together and score them."""
+        """Run every task together and score them; NothingScored when none of them could be."""
         self._rounds += 1
         began_s = anyio.current_time()
         done: list[Trajectory] = []
@@ -50,6 +55,7 @@ class Evaluation:
             for index, task in enumerate(self._tasks):
                 group.start_soon(run, self._spec(index, task, temperature))
         done.sort(key=lambda trajectory: trajectory.program_id)
+        _refuse_no_score(done)
         return _summary(done, temperature, step, version, anyio.current_time() - began_s), done
 
     def _spec(self, index: int, task: BaseModel, temperature: float) -> ProgramSpec:
@@ -69,6 +75,13 @@ class Evaluation:
         )
 
 
+def _refuse_no_score(done: list[Trajectory]) -> None:
+    if all(trajectory.reward is None for trajectory in done):
+        raise NothingScored(
+            f"all {len(done)} programs of an evaluation failed, the first as: {done[0].outcome}"
+        )
+
+
 def _summary(
     done: list[Trajectory], temperature: float, step: int, version: Version, elapsed_s: float
 ) -> Evaluated:
@@ -80,7 +93,7 @@ def _summary(
         temperature=temperature,
         programs=len(rewards),
         failed=len(done) - len(rewards),
-        reward=sum(rewards) / len(rewards) if rewards else 0.0,
-        turns=sum(turns) / len(turns) if turns else 0.0,
+        reward=sum(rewards) / len(rewards),
+        turns=sum(turns) / len(turns),
         elapsed_s=elapsed_s,
     )
