@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 from anyio import to_thread
@@ -167,7 +167,7 @@ def _from_hub(repository: str) -> Path:
         raise ConfigError(
             f"model: the hub needs huggingface_hub ({error}); pip install 'sostenuto[train]'"
         ) from error
-    download: Any = huggingface_hub.snapshot_download
+    download = cast("Any", huggingface_hub).snapshot_download
     try:
         return Path(download(repository, allow_patterns=["*.json", "*.jinja", "*.model", "*.safetensors"]))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:

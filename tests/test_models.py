@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import anyio
 import gguf
@@ -17,6 +18,7 @@ from sostenuto.runtime.models import default_cache, resolve_model
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.trainer.gguf import convert
+from sostenuto.trainer.tensors import seed_everything
 from sostenuto.types import Message
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -35,7 +37,7 @@ def tokens() -> list[str]:
 
 
 def tiny_llama() -> LlamaForCausalLM:
-    torch.manual_seed(3)
+    seed_everything(3)
     config = LlamaConfig(
         vocab_size=len(tokens()), hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=CONTEXT,
@@ -113,7 +115,7 @@ def install(site: Path, file: Path | None, *, version: str = "0.1.2") -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    cast("Any", monkeypatch).syspath_prepend(str(tmp_path / "site"))
     return tmp_path / "site"
 
 
@@ -151,7 +153,7 @@ def assert_same_model(folder: Path, model: LlamaForCausalLM) -> None:
     ids = [id_ for piece in renderer.start([Message("user", "hehe")], ()) for id_ in piece.token_ids]
     assert ids.count(1) == 2
     assert ids.count(len(tokens()) - 1) == 2
-    unpacked = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    unpacked = cast("Any", AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([ids])).logits
         found = unpacked(input_ids=torch.tensor([ids])).logits

@@ -49,10 +49,10 @@ def convert(file: Path, folder: Path) -> int:
 
 def _fill(model: nn.Module, file: Path) -> None:
     """Load the file's tensors, unpacked; all that is missing is what is tied to one that is there."""
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers import modeling_gguf_pytorch_utils as library
 
     try:
-        found = cast("Any", load_gguf_checkpoint)(
+        found = cast("Any", library).load_gguf_checkpoint(
             str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
         )
     except ImportError as exc:

@@ -10,7 +10,7 @@ from random import Random
 from sostenuto.envs.arithmetic.tasks import SumTask
 from sostenuto.types import Message, ToolCall
 
-USES_THE_TOOL = 0.2
+USES_THE_TOOL = 0.3
 
 
 def demonstrate(task: SumTask, rng: Random) -> list[Message]:
