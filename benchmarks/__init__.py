@@ -1,0 +1,1 @@
+"""What was measured of this project, and how to measure it again."""
