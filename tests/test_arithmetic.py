@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -16,7 +17,8 @@ from sostenuto.envs.arithmetic import ChainSum, SumTask, held_out_tasks, trainin
 from sostenuto.envs.arithmetic.demonstrations import USES_THE_TOOL
 from sostenuto.envs.environment import bind
 from sostenuto.envs.testing import Trial, so_test
-from sostenuto.errors import ConfigError
+from sostenuto.errors import ConfigError, SandboxError
+from sostenuto.runtime.job_file import load_train_file
 from sostenuto.types import Episode, Message, StopReason, ToolStatus
 
 TASK = SumTask(question="What is 12 - 30 ?", expression="12 - 30", answer=-18)
@@ -133,6 +135,14 @@ async def test_code_that_never_ends_is_ended_and_the_next_call_works():
         assert await run(trial, "1 + 1") == "2"
 
 
+async def test_a_sandbox_without_python_is_the_fault_of_the_infrastructure():
+    blueprint = replace(ChainSum.sandbox.blueprint(Path()), environment={"PATH": "/nowhere"})
+    async with running("bubblewrap", blueprint) as (sandbox, _):
+        with pytest.raises(SandboxError, match="python3"):
+            async with so_test(ChainSum, TASK, sandbox):
+                pass
+
+
 # ---- reward ----
 
 
@@ -183,3 +193,18 @@ async def test_what_a_demonstration_shows_of_the_tool_is_what_the_tool_says():
     async with trial_in("bubblewrap") as trial:
         result = await trial.call(shown[1].tool_calls[0].name, shown[1].tool_calls[0].arguments)
         assert result.content == shown[2].content
+
+
+# ---- the example's job file ----
+
+
+@pytest.mark.usefixtures("collection")
+def test_the_example_trains_and_evaluates_on_different_questions():
+    settings = load_train_file(Path(__file__).parent.parent / "examples" / "smollm2.toml")
+    assert settings.eval_tasks is not None
+    assert settings.environment_class() is ChainSum
+    trained = {task.question for task in settings.tasks.load(ChainSum)}
+    held_out = {task.question for task in settings.eval_tasks.load(ChainSum)}
+    assert len(held_out) >= 100
+    assert not trained & held_out
+    assert settings.engine.dtype == settings.learner.dtype

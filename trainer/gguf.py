@@ -8,6 +8,7 @@ bits they came from.  The tokenizer and the chat template are those that the fil
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,8 @@ def convert(file: Path, folder: Path) -> int:
     """
     if not file.is_file():
         raise ConfigError(f"file: {file} does not exist")
+    if find_spec("gguf") is None:
+        raise ConfigError("reading GGUF files needs the package gguf; pip install 'sostenuto[examples]'")
     # transformers' own types are partial; this module and trainer/model.py are what sees them.
     import transformers
 
@@ -51,12 +54,9 @@ def _fill(model: nn.Module, file: Path) -> None:
     """Load the file's tensors, unpacked; all that is missing is what is tied to one that is there."""
     from transformers import modeling_gguf_pytorch_utils as library
 
-    try:
-        found = cast("Any", library).load_gguf_checkpoint(
-            str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
-        )
-    except ImportError as exc:
-        raise ConfigError("reading GGUF files needs the package gguf; pip install gguf") from exc
+    found = cast("Any", library).load_gguf_checkpoint(
+        str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
+    )
     tensors = cast("dict[str, torch.Tensor]", found["tensors"])
     parameters = dict(model.named_parameters())
     unknown, missing = sorted(tensors.keys() - model.state_dict().keys()), sorted(parameters.keys() - tensors)

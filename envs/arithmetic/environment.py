@@ -12,7 +12,7 @@ from sostenuto.envs.arithmetic.demonstrations import demonstrate
 from sostenuto.envs.arithmetic.tasks import SumTask
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.workspace import SandboxSpec
-from sostenuto.errors import ToolError
+from sostenuto.errors import SandboxError, ToolError
 from sostenuto.tools.decorator import tool
 from sostenuto.types import Episode, Message, StopReason
 
@@ -47,7 +47,9 @@ class ChainSum(Environment[SumTask]):
     system = "Answer with one number."
     sandbox = SandboxSpec(files={"run.py": _RUNNER}, memory_bytes=256 << 20, processes=32)
 
-    def reset(self, task: SumTask) -> str:
+    async def reset(self, task: SumTask) -> str:
+        if not await self.sandbox.shell("command -v python3 || true"):
+            raise SandboxError("no python3 can be run in the sandbox; apt install python3")
         return task.question
 
     @tool(timeout_s=RUN_S, output_bytes=1024)
