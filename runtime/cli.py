@@ -10,7 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, NoReturn, TypeVar
 
 import anyio
 import typer
@@ -84,7 +84,7 @@ def status(run: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
     directory = RunDirectory(run)
     ledger, cut_off = settled_ledger(directory)
     state = "its runtime is alive" if directory.is_in_use else "no runtime holds it"
-    console.print(f"{run}: {state}")
+    _tell(console, f"{run}: {state}")
     if cut_off:
         console.print(f"{len(cut_off)} programs were cut off by the death of the runtime")
     show_ledger(console, ledger.statistics())
@@ -149,7 +149,7 @@ async def _until_interrupted(run: Callable[[Say], Awaitable[R]], say: Say) -> R:
 
 def _draw(curve: Curve, path: Path) -> None:
     if curve.draw(path):
-        console.print(f"reward curve: {path}")
+        _tell(console, f"reward curve: {path}")
 
 
 def _unused(directory: Path) -> Path:
@@ -166,17 +166,25 @@ def main() -> None:
     try:
         app()
     except Interrupted as error:
-        Console(stderr=True).print(str(error), highlight=False)
+        _tell(Console(stderr=True), str(error))
         sys.exit(130)
     except BaseExceptionGroup as group:
         ours, others = group.split(SostenutoError)
         if others is not None or ours is None:
             raise
-        Console(stderr=True).print(f"[bold red]error:[/] {_first(ours)}", highlight=False)
-        sys.exit(1)
+        _fail(_first(ours))
     except SostenutoError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
-        sys.exit(1)
+        _fail(error)
+
+
+def _fail(error: BaseException) -> NoReturn:
+    _tell(Console(stderr=True), f"error: {error}", style="bold red")
+    sys.exit(1)
+
+
+def _tell(to: Console, text: str, *, style: str = "") -> None:
+    """Print a text as it is: brackets in it are no markup, and it is not broken into lines."""
+    to.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _first(group: BaseExceptionGroup[SostenutoError]) -> BaseException:

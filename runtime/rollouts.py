@@ -4,6 +4,8 @@ What comes out is a sealed trajectory (TRAIN, waiting for the trainer), or one t
 """
 
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import anyio
 
@@ -15,6 +17,7 @@ from sostenuto.runtime.journal import Journal, ProgramEnded, ProgramSealed, Prog
 from sostenuto.runtime.ledger import Ledger
 from sostenuto.types import Outcome, OutcomeKind, ProgramId, Purpose
 
+JOB_FAILED = "job_failed"
 EVALUATED = Outcome(OutcomeKind.EVALUATED)
 
 
@@ -40,6 +43,15 @@ class Rollouts:
     def quarantined(self) -> list[str]:
         return sorted(task for task in self._infrastructure_failures if self.is_quarantined(task))
 
+    @contextmanager
+    def ended_by_errors(self) -> Generator[None]:
+        """Programs that an error of the block cancels are cancelled by the failure of their job."""
+        try:
+            yield
+        except Exception:
+            self.cancelled_by = JOB_FAILED
+            raise
+
     async def run(self, spec: ProgramSpec) -> Trajectory:
         """Run one program; however it ends, it is in the books before that goes on."""
         self._ledger.submit(spec.id)
@@ -51,6 +63,7 @@ class Rollouts:
             raise
         except BaseException as error:
             # No program's failure, such as a template that refuses every prompt: it ends the job.
+            self.cancelled_by = JOB_FAILED
             reason = f"{type(error).__name__}: {error}"
             self.end(spec.id, Outcome(OutcomeKind.FAILED, reason, Blame.INFRASTRUCTURE))
             raise

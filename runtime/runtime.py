@@ -21,7 +21,7 @@ from sostenuto.errors import ConfigError, SostenutoError
 from sostenuto.runtime.config import RuntimeConfig
 from sostenuto.runtime.engines.client import Tap
 from sostenuto.runtime.jobs.assess import assess
-from sostenuto.runtime.jobs.events import JobEvent, JobResult, as_json
+from sostenuto.runtime.jobs.events import JobEvent, JobFailed, JobResult, as_json
 from sostenuto.runtime.jobs.job import EvalJob, RLJob
 from sostenuto.runtime.jobs.reinforce import reinforce
 from sostenuto.runtime.jobs.workshop import Premises, Say
@@ -80,14 +80,15 @@ class JobHandle:
         self._events.append(event)
         self._announce()
 
-    async def run(self, work: Callable[[], Awaitable[JobResult]]) -> None:
+    async def run(self, work: Callable[[], Awaitable[JobResult]], say: Say) -> None:
         """For the runtime: carry the job out and keep what it came to."""
         try:
             with self._scope:
                 self._result = await work()
-                self.say(self._result)
+                say(self._result)
         except SostenutoError as error:
             self._error = error
+            say(JobFailed(self.name, type(error).__name__, str(error)))
         finally:
             self._over.set()
             self._announce()
@@ -156,7 +157,7 @@ class Runtime:
                 return await reinforce(job, self._premises, say)
             return await assess(job, self._premises, say)
 
-        self._group.start_soon(handle.run, work)
+        self._group.start_soon(handle.run, work, say)
         return handle
 
     async def _open(self) -> None:

@@ -141,6 +141,15 @@ class JobResult:
     quarantined: tuple[str, ...] = field(default=())
 
 
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """An error ended the job; `result` of its handle raises it."""
+
+    job: str
+    error: str
+    message: str
+
+
 JobEvent = (
     JobStarted
     | WarmStartStep
@@ -152,6 +161,7 @@ JobEvent = (
     | Stalled
     | Saved
     | JobResult
+    | JobFailed
 )
 
 _JSON = TypeAdapter(dict[str, Any])

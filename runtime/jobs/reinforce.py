@@ -58,12 +58,13 @@ async def _train(job: RLJob, shop: Workshop, trainer: TrainerClient, diary: Diar
     try:
         async with anyio.create_task_group() as generation:
             generation.start_soon(supply.generate)
-            for step in range(1, job.steps + 1):
-                await _step(job, shop, trainer, supply, diary, say, step)
-                if job.eval_every and step % job.eval_every == 0 and step < job.steps:
-                    await _evaluate_if_asked(job, shop, diary, say, step=step)
-                if job.save_every and step % job.save_every == 0 and step < job.steps:
-                    await _save(shop.premises, trainer, diary, say, step, shop.dispatcher.version)
+            with shop.rollouts.ended_by_errors():
+                for step in range(1, job.steps + 1):
+                    await _step(job, shop, trainer, supply, diary, say, step)
+                    if job.eval_every and step % job.eval_every == 0 and step < job.steps:
+                        await _evaluate_if_asked(job, shop, diary, say, step=step)
+                    if job.save_every and step % job.save_every == 0 and step < job.steps:
+                        await _save(shop.premises, trainer, diary, say, step, shop.dispatcher.version)
             shop.rollouts.cancelled_by = JOB_OVER
             generation.cancel_scope.cancel()
     finally:

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 from pydantic import JsonValue
 
 from sostenuto.envs.task import Draw
-from sostenuto.errors import ConfigError, PolicyError, SostenutoError
+from sostenuto.errors import ConfigError, SostenutoError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.drive import ProgramSpec
 from sostenuto.runtime.jobs.events import Dropped, JobEvent, Quarantined, Stalled
@@ -76,10 +76,13 @@ class GroupSupply:
         self._pacing = Pacing(job.groups_per_step, job.max_staleness)
         self._ordinal = 0
         self._learning = 0
+        self._in_hand: tuple[ReadyGroup, ...] = ()
+        """Taken, and without an outcome yet."""
         self._steps = 0
         """Batches that were taken to learn from."""
         self._exhausted = False
         self._lost = _Lost()
+        self._quarantined = set[str]()
         self._changed = anyio.Event()
 
     async def generate(self) -> None:
@@ -97,6 +100,7 @@ class GroupSupply:
             self._drop(taken.dropped)
             if taken.batch:
                 self._learning = len(taken.batch)
+                self._in_hand = taken.batch
                 self._steps += 1
                 return Batch(taken.batch, taken.skipped)
             if taken.skipped:
@@ -110,6 +114,7 @@ class GroupSupply:
 
     def trained(self, batch: Batch, *, refused: str = "") -> None:
         """The batch's one outcome: trained, or dropped because the step was refused."""
+        self._in_hand = ()
         outcome = Outcome(OutcomeKind.DROPPED, "step_refused") if refused else TRAINED
         for group in batch.groups:
             for member in group.members:
@@ -121,8 +126,10 @@ class GroupSupply:
         self._notify()
 
     def close(self, reason: str) -> None:
-        """Drop what is here and what still arrives."""
+        """Drop what is here, what still arrives, and the batch that a step did not come to the end of."""
+        in_hand, self._in_hand = self._in_hand, ()
         self._drop(self._buffer.drain(reason))
+        self._drop(tuple(drop for group in in_hand for drop in group.drop(reason)))
 
     # ---- generating ----
 
@@ -179,7 +186,8 @@ class GroupSupply:
 
     async def _run(self, spec: ProgramSpec) -> None:
         trajectory = await self._rollouts.run(spec)
-        if self._rollouts.is_quarantined(spec.task_id):
+        if self._rollouts.is_quarantined(spec.task_id) and spec.task_id not in self._quarantined:
+            self._quarantined.add(spec.task_id)
             self._say(Quarantined(spec.task_id))
         self._count(trajectory)
         self._drop(self._buffer.add(trajectory))
@@ -205,7 +213,7 @@ class GroupSupply:
         in_a_row = _LOST_GROUPS * self._job.algorithm.group_size
         if self._lost.programs >= in_a_row:
             last = "; ".join(self._lost.reasons)
-            raise PolicyError(f"{self._lost.programs} programs in a row failed, the last ones as: {last}")
+            raise NothingComes(f"{self._lost.programs} programs in a row failed, the last ones as: {last}")
         if self._exhausted and not self._buffer.open_groups:
             raise TasksExhausted(
                 f"the tasks are used up after {self._ordinal} draws, "
@@ -227,6 +235,10 @@ class GroupSupply:
         await event.wait()
         if self._changed is event:
             self._changed = anyio.Event()
+
+
+class NothingComes(SostenutoError):  # noqa: N818 - reads as the fact it states
+    """Programs fail one after the other: there is nothing to learn from."""
 
 
 class TasksExhausted(SostenutoError):  # noqa: N818 - reads as the fact it states

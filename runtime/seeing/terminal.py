@@ -4,6 +4,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -75,7 +76,7 @@ class Terminal:
         news = f"reward {event.reward:.2f}  staleness {event.staleness_mean:.1f}"
         self._move("training", event.step, event.steps, news)
         if event.report.refused:
-            self._line(f"[yellow]step {event.step} was refused: {event.report.refused}[/]")
+            self._line(f"[yellow]step {event.step} was refused: {escape(event.report.refused)}[/]")
         if event.step % _EVERY == 0 or event.step == 1:
             self._line(
                 f"step {event.step}/{event.steps}: reward {event.reward:.3f}, version {event.version}, "
@@ -86,7 +87,7 @@ class Terminal:
     def _other(self, event: JobEvent) -> None:
         match event:
             case JobStarted():
-                self._line(f"{event.job}: model {event.model}; sandboxes: {event.isolation}")
+                self._line(escape(f"{event.job}: model {event.model}; sandboxes: {event.isolation}"))
             case WarmStartChecked():
                 state = "open" if event.passed else "[yellow]closed[/]"
                 self._line(
@@ -94,18 +95,18 @@ class Terminal:
                     f"answers {event.answers_exact:.3f} exact; gate {state}"
                 )
             case Dropped(reason, programs, detail) if reason not in _EXPECTED:
-                self._line(f"{programs} programs dropped: {reason} {detail}")
+                self._line(escape(f"{programs} programs dropped: {reason} {detail}"))
             case Quarantined(task_id):
                 self._line(
-                    f"[yellow]task {task_id} is quarantined: infrastructure failed it again and again[/]"
+                    f"[yellow]task {escape(task_id)} is quarantined: infrastructure fails it every time[/]"
                 )
             case Stalled():
-                names = ", ".join(event.programs)
+                names = escape(", ".join(event.programs))
                 self._line(
                     f"[yellow]no group was completed for {event.seconds:.0f} s; waiting for {names}[/]"
                 )
             case Saved():
-                self._line(f"saved {event.path}")
+                self._line(escape(f"saved {event.path}"))
             case _:
                 pass
 
@@ -118,7 +119,7 @@ class Terminal:
         self._progress.update(self._bar, completed=step, total=max(step, steps), news=news)
 
     def _line(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
 
 def show_result(console: Console, result: JobResult) -> None:
@@ -180,6 +181,6 @@ def show_ledger(console: Console, ledger: LedgerStatistics) -> None:
     table.add_row("running", str(ledger.running))
     table.add_row("sealed, waiting for the trainer", str(ledger.sealed))
     for outcome, count in sorted(ledger.outcomes.items(), key=lambda item: -item[1]):
-        table.add_row(outcome, str(count))
+        table.add_row(escape(outcome), str(count))
     console.print(table)
     console.print("the sums close" if ledger.closes else "[bold red]the sums do not close[/]")

@@ -1,0 +1,35 @@
+"""An environment whose reward a model without any skill meets half of the time; workers import it by name."""
+
+from pydantic import BaseModel
+
+from sostenuto.envs.environment import Environment
+from sostenuto.envs.workspace import SandboxSpec
+from sostenuto.tools.decorator import tool
+from sostenuto.types import Episode
+
+
+class Number(BaseModel):
+    number: int
+
+
+class Parity(Environment[Number]):
+    """Say something of even length."""
+
+    sandbox = SandboxSpec()
+
+    async def reset(self, task: Number) -> str:
+        await self.sandbox.write("number", str(task.number))
+        return f"Say something about {task.number}."
+
+    @tool
+    async def look(self) -> str:
+        """Look at the number."""
+        return await self.sandbox.read("number")
+
+    async def reward(self, episode: Episode) -> float:
+        assert await self.sandbox.read("number") == str(self.task.number)
+        return float(len(episode.answer) % 2 == 0)
+
+
+def numbers(count: int) -> list[Number]:
+    return [Number(number=number) for number in range(count)]
