@@ -23,7 +23,7 @@ from sostenuto.runtime.runtime import Runtime
 from sostenuto.trainer.settings import GRPO, LearnerSettings, Schedule
 from sostenuto.types import Usage
 
-_WAIT_S = 1.0
+_WAIT_S = 2.0
 _GROUPS = 4
 _REPEATS = 3
 

@@ -62,9 +62,9 @@ def mismatches(record: Trajectory, exchanges: list[Exchange]) -> int:
 
 def never_sent(record: Trajectory) -> int:
     """Tokens behind the last sampled one: put into the record and shown to no engine."""
-    sequence = record.sequences[-1]
-    sampled = [index for index, span in enumerate(sequence) if span.mask.any()]
-    return sum(len(span) for span in sequence[sampled[-1] + 1 if sampled else 0 :])
+    spans = list(record.spans())
+    sampled = [index for index, span in enumerate(spans) if span.mask.any()]
+    return sum(len(span) for span in spans[sampled[-1] + 1 if sampled else 0 :])
 
 
 def excess_prefill(exchanges: list[Exchange]) -> list[int]:
