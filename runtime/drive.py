@@ -159,7 +159,7 @@ class Drive:
             group_id=self.spec.group_id,
             task_id=self.spec.task_id,
             purpose=self.spec.purpose,
-            sequences=self._conversation.sequences(),
+            sequences=self._conversation.seen_sequences(),
             reward=reward,
             stop_reason=stop,
             usage=self._usage,
@@ -246,6 +246,7 @@ class Drive:
                 stop_token_ids=self._around.renderer.stop_token_ids,
             ),
         )
+        self._conversation.sent()
         reply = await self._around.engine(grant.engine_id).generate(request)
         if not reply.token_ids:
             raise PolicyError(f"turn {grant.turn} came back empty ({reply.finish_reason})")

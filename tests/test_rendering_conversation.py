@@ -83,6 +83,28 @@ def test_a_tool_loop_is_one_sequence_and_a_new_question_branches(tmp_path: Path)
     validate(record(conversation))
 
 
+def test_a_record_ends_with_what_an_engine_has_seen(tmp_path: Path) -> None:
+    renderer, _ = open_small(tmp_path, small.THINKING)
+    conversation = Conversation(renderer)
+    conversation.begin(USER, (small.TOOL,))
+    assert conversation.seen_sequences() == ()
+    conversation.sent()
+    (prompt,) = conversation.seen_sequences()
+    assert [id_ for span in prompt for id_ in span.token_ids] == conversation.token_ids
+    ids = renderer.write(conversation.messages, CALL, (small.TOOL,))
+    conversation.sampled(small.reply(ids), started_s=0.0, ended_s=1.0)
+    seen = conversation.seen_sequences()
+    conversation.observe((Message("tool", "a result", name="find"),))
+    assert conversation.seen_sequences() == seen != conversation.sequences()
+    conversation.sent()
+    assert conversation.seen_sequences() == conversation.sequences()
+    conversation.sampled(small.reply(ids), started_s=1.0, ended_s=2.0)
+    branch = conversation.seen_sequences()
+    conversation.observe((Message("user", "why?"),))
+    assert conversation.branches == 1
+    assert conversation.seen_sequences() == branch
+
+
 def test_only_a_sampled_terminator_is_trained(tmp_path: Path) -> None:
     renderer, _ = open_small(tmp_path, small.CHATML)
     end = renderer.stop_token_ids[0]

@@ -33,6 +33,8 @@ class Conversation:
         self._token_ids: list[int] = []
         self._spans: list[Span] = []
         self._closed: list[Sequence] = []
+        self._seen_spans = 0
+        """Of the current sequence: what an engine was sent or has returned."""
         self.generated_tokens = 0
 
     @property
@@ -51,8 +53,13 @@ class Conversation:
         return len(self._closed)
 
     def sequences(self) -> tuple[Sequence, ...]:
-        """For the Trajectory: every branch, the current one last."""
+        """Every branch, the current one last, as it stands."""
         return (*self._closed, tuple(self._spans))
+
+    def seen_sequences(self) -> tuple[Sequence, ...]:
+        """For the Trajectory: every branch, without the spans at its end that no engine was sent."""
+        seen = tuple(self._spans[: self._seen_spans])
+        return (*self._closed, seen) if seen else tuple(self._closed)
 
     def begin(
         self, messages: tuple[Message, ...], tools: tuple[ToolSchema, ...] = (), *, at_s: float = 0.0
@@ -64,10 +71,15 @@ class Conversation:
         self._settled, self._tools = list(messages), tools
         self._feed(pieces, at_s)
 
+    def sent(self) -> None:
+        """Take note that the whole context goes to an engine now."""
+        self._seen_spans = len(self._spans)
+
     def sampled(self, reply: GenerateReply, *, started_s: float, ended_s: float) -> Turn:
         """Take in what the engine returned, every token of it; EngineError when its parts disagree."""
         if reply.token_ids:
             self._spans.append(_policy_span(reply, started_s, ended_s))
+        self._seen_spans = len(self._spans)
         self._turn_ids += reply.token_ids
         self._token_ids += reply.token_ids
         self.generated_tokens += len(reply.token_ids)
@@ -89,7 +101,7 @@ class Conversation:
         )
         if extension.rewritten:
             self._closed.append(tuple(self._spans))
-            self._spans, self._token_ids = [], []
+            self._spans, self._token_ids, self._seen_spans = [], [], 0
         self._settled += (self._turn.message, *new)
         self._turn, self._turn_ids = None, []
         self._feed(extension.pieces, at_s)
