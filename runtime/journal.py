@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from sostenuto.errors import Blame, ConfigError
+from sostenuto.errors import Blame, ConfigError, lone_error
 from sostenuto.records import Trajectory
 from sostenuto.runtime.ledger import Ledger, Stage
 from sostenuto.runtime.records import decode_trajectory, encode_trajectory
@@ -130,7 +130,7 @@ async def open_journal(path: Path) -> AsyncGenerator[Journal]:
             f"no journal can be opened at {path}: {error}; choose another run directory"
         ) from error
     journal = Journal(connection)
-    with closing(connection):
+    with closing(connection), lone_error():
         async with anyio.create_task_group() as group:
             group.start_soon(journal.commit_for_ever)
             try:

@@ -8,13 +8,14 @@ Invariants:
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
 import anyio
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from sostenuto.errors import ConfigError, SostenutoError
@@ -27,6 +28,7 @@ from sostenuto.runtime.jobs.reinforce import reinforce
 from sostenuto.runtime.jobs.workshop import Premises, Say
 from sostenuto.runtime.journal import FactStated, Journal, ProgramEnded, open_journal, read_journal
 from sostenuto.runtime.ledger import Ledger, LedgerStatistics
+from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.run_directory import LOST, RunDirectory, hold
 from sostenuto.runtime.tool_process import launch_tool_server
 from sostenuto.types import Version
@@ -88,7 +90,8 @@ class JobHandle:
                 say(self._result)
         except SostenutoError as error:
             self._error = error
-            say(JobFailed(self.name, type(error).__name__, str(error)))
+            with suppress(ConfigError):  # It may be the log that failed.
+                say(JobFailed(self.name, type(error).__name__, str(error)))
         finally:
             self._over.set()
             self._announce()
@@ -111,16 +114,12 @@ class Runtime:
         """`tap` sees the bytes on the engines' sockets; for checks that compare records with them."""
         self.config = config or RuntimeConfig()
         self._tap = tap
-        self._stack = AsyncExitStack()
         self._names: set[str] = set()
 
     async def __aenter__(self) -> Self:
-        try:
-            await self._open()
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await self._stack.aclose()
-            raise
+        async with AsyncExitStack() as stack:
+            await self._open(stack)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -142,7 +141,7 @@ class Runtime:
         In a directory that is taken up for the n-th time, `.n` is added to its name.
         """
         job.environment()
-        job.model_folder()
+        await to_thread.run_sync(ModelFolder.open, job.model_folder())
         if job.name in self._names:
             raise ConfigError(f"job name {job.name!r} was used in this run before; give another name")
         self._names.add(job.name)
@@ -160,20 +159,20 @@ class Runtime:
         self._group.start_soon(handle.run, work, say)
         return handle
 
-    async def _open(self) -> None:
-        self._run = self._stack.enter_context(hold(Path(self.config.directory)))
-        self._log = self._stack.enter_context(self._run.events.open("ab", buffering=0))
-        self._journal = await self._stack.enter_async_context(open_journal(self._run.journal))
+    async def _open(self, stack: AsyncExitStack) -> None:
+        self._run = stack.enter_context(hold(Path(self.config.directory)))
+        self._log = stack.enter_context(self._run.events.open("ab", buffering=0))
+        self._journal = await stack.enter_async_context(open_journal(self._run.journal))
         self._epoch, self._number, self._ledger = _what_was_before(self._run)
         self._settle(self._journal)
-        launched = await self._stack.enter_async_context(
+        launched = await stack.enter_async_context(
             launch_tool_server(
                 self.config.tool_server,
                 sandbox_root=self._run.path / "sandboxes",
                 log=self._run.logs / "tool_server.log",
             )
         )
-        self._group: TaskGroup = await self._stack.enter_async_context(anyio.create_task_group())
+        self._group: TaskGroup = await stack.enter_async_context(anyio.create_task_group())
         self._premises = Premises(
             config=self.config,
             run=self._run,
@@ -198,9 +197,12 @@ class Runtime:
 
     def _logged(self, handle: JobHandle) -> Say:
         def say(event: JobEvent) -> None:
-            at = datetime.now(UTC).isoformat(timespec="milliseconds")
-            self._log.write(as_json(event, at=at) + b"\n")
             handle.say(event)
+            at = datetime.now(UTC).isoformat(timespec="milliseconds")
+            try:
+                self._log.write(as_json(event, at=at) + b"\n")
+            except OSError as error:
+                raise ConfigError(f"{self._run.events}: {error.strerror}; free some of the disk") from error
 
         return say
 

@@ -1,0 +1,190 @@
+"""What a job cannot begin or go on with: each is refused with cause and remedy, and nothing else is hurt."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+from pydantic import JsonValue
+
+from fakes_training import Number, Parity, numbers
+from scripted import TINY, says, specs_of, staged, write_tokenizer_folder
+from sostenuto.envs.environment import Environment
+from sostenuto.errors import ConfigError, EngineError, ToolServerError
+from sostenuto.runtime.config import RuntimeConfig, ToolServerSettings
+from sostenuto.runtime.jobs.job import EvalJob
+from sostenuto.runtime.runtime import Runtime
+from sostenuto.tools.decorator import tool
+from sostenuto.types import Episode
+
+
+class Rewarded(Environment[Number]):
+    """A base for what is wrong in one respect."""
+
+    async def reset(self, task: Number) -> str:
+        return str(task.number)
+
+    async def reward(self, episode: Episode) -> float:
+        return 0.0
+
+
+class Unrewarded(Environment[Number]):
+    async def reset(self, task: Number) -> str:
+        return str(task.number)
+
+
+def untyped() -> type[Environment[Any]]:
+    class Untyped(Rewarded):
+        @tool
+        async def look(self, where) -> str:  # noqa: ANN001  # pyright: ignore[reportMissingParameterType, reportUnknownParameterType]
+            """Look somewhere."""
+            return str(where)  # pyright: ignore[reportUnknownArgumentType]
+
+    return Untyped
+
+
+def twice() -> type[Environment[Any]]:
+    class Twice(Rewarded):
+        @tool
+        async def look(self) -> str:
+            """Look."""
+            return ""
+
+        @tool(name="look")
+        async def see(self) -> str:
+            """See."""
+            return ""
+
+    return Twice
+
+
+def a_job(
+    model: Path, env: type[Environment[Any]] = Parity, options: dict[str, JsonValue] | None = None
+) -> EvalJob:
+    return EvalJob(env=env, model=model, tasks=numbers(1), temperatures=(1.0,), options=options or {})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer_folder(tmp_path_factory.mktemp("model"), TINY)
+
+
+def without(model: Path, name: str, target: Path) -> Path:
+    folder = shutil.copytree(model, target)
+    (folder / name).unlink()
+    return folder
+
+
+def with_config(model: Path, target: Path, file: str, changes: dict[str, JsonValue]) -> Path:
+    folder = target if target == model else shutil.copytree(model, target)
+    config = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(config | changes))
+    return folder
+
+
+async def test_a_job_that_cannot_run_is_refused_at_once_and_the_runtime_goes_on(tmp_path: Path, model: Path):
+    bare = with_config(model, tmp_path / "bare", "tokenizer_config.json", {"chat_template": None})
+    jobs: list[tuple[Callable[[], EvalJob], str]] = [
+        (lambda: a_job(model, Unrewarded), "Unrewarded has no `reward`; write `async def reward"),
+        (lambda: a_job(model, untyped()), "where"),
+        (lambda: a_job(model, twice()), "two tools are called 'look': look and see; rename one"),
+        (lambda: a_job(tmp_path / "nowhere"), "nowhere is not a folder; give a local folder"),
+        (lambda: a_job(without(model, "tokenizer.json", tmp_path / "a")), r"tokenizer.json: missing; "),
+        (lambda: a_job(bare), "no chat template"),
+        (lambda: a_job(model, options={"size": 1}), "no option 'size'"),
+    ]
+    async with Runtime(RuntimeConfig(directory=tmp_path / "run")) as runtime:
+        for make, said in jobs:
+            with pytest.raises(ConfigError, match=said):
+                await runtime.submit(make())
+        with pytest.raises(ConfigError, match=r"in use by pid \d+; wait for it to end or choose another"):
+            async with Runtime(RuntimeConfig(directory=tmp_path / "run")):
+                pass
+        await _weights_of_the_wrong_shape(runtime, model, tmp_path)
+        assert runtime.ledger.submitted == 0
+
+
+async def _weights_of_the_wrong_shape(runtime: Runtime, model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "shaped")
+    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
+    subprocess.run(command, check=True, capture_output=True)  # noqa: ASYNC221 - nothing else runs
+    with_config(folder, folder, "config.json", {"intermediate_size": 96})
+    handle = await runtime.submit(a_job(folder))
+    with pytest.raises(EngineError, match="weights.*save config.json and weights of the same model again"):
+        await handle.result()
+
+
+async def test_a_port_in_use_is_named_with_the_remedy(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = ToolServerSettings(port=port)
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} is in use; choose another, or 0"):
+            async with Runtime(RuntimeConfig(directory=tmp_path, tool_server=settings)):
+                pass
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Generator[Path]:
+    """A disk of 80 MiB, for whoever may mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+async def test_a_disk_that_is_full_is_named_before_anything_starts(small_disk: Path):
+    fill(small_disk, leave_bytes=1 << 20)
+    with pytest.raises(ConfigError, match=r"\d MiB free on its disk, at least 64 MiB are needed; free some"):
+        async with Runtime(RuntimeConfig(directory=small_disk / "run")):
+            pass
+
+
+async def test_a_disk_that_fills_up_ends_the_run_by_name(small_disk: Path, model: Path):
+    refused = pytest.raises(ConfigError, match=r"the journal cannot be written: .*; is the disk full")
+    with refused:
+        async with staged(small_disk / "run", model, lambda _: [says("yes")]) as stage:
+            done = await stage.play(specs_of(Parity, {"before": Number(number=1)}))
+            assert done["before"].reward is not None
+            fill(small_disk, leave_bytes=0)
+            for index in range(1000):
+                await stage.play(specs_of(Parity, {f"after{index}": Number(number=1)}))
+
+
+def fill(place: Path, *, leave_bytes: int) -> None:
+    free = os.statvfs(place)
+    with (place / "ballast").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - leave_bytes)
+
+
+async def test_a_tool_server_that_hangs_ends_the_runtime_by_name(tmp_path: Path):
+    settings = ToolServerSettings(lease_s=1)
+    said = r"heartbeat: no answer from http://127.0.0.1:\d+ within 1 s"
+    async with anyio.create_task_group() as group:
+        with pytest.raises(ToolServerError, match=said):  # noqa: PT012 - the way out is what raises
+            async with Runtime(RuntimeConfig(directory=tmp_path, tool_server=settings)):
+                (server,) = psutil.Process().children()
+                server.suspend()
+                group.start_soon(_resume_later, server)
+                await anyio.sleep_forever()
+    assert not server.is_running()
+
+
+async def _resume_later(server: psutil.Process) -> None:
+    # So that it can be told to end; what cannot be told is killed in the end.
+    await anyio.sleep(2.5)
+    server.resume()
