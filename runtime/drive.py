@@ -141,8 +141,6 @@ class Drive:
         self._engine_id: EngineId | None = None
         self._needs_release = False
 
-    # ---- the whole ----
-
     async def run(self) -> Trajectory:
         """Drive the program to its reward; ProgramError when it fails."""
         stop = await self._until_stopped()
@@ -178,8 +176,6 @@ class Drive:
                 if self._needs_release:
                     group.start_soon(self._release_environment)
                 group.start_soon(self._release_kv)
-
-    # ---- turns ----
 
     async def _until_stopped(self) -> StopReason:
         await self._prepare()
