@@ -194,6 +194,22 @@ async def test_ctrl_c_ends_a_job_with_its_books_closed_and_nothing_left(tmp_path
     assert set(ledger.outcomes) <= {"trained", "dropped(job_over)", "cancelled(user)"}
 
 
+async def test_ctrl_c_ends_the_quickstart_while_it_warms_up(tmp_path: Path):
+    run = tmp_path / "run"
+    async with await anyio.open_process([*CLI, "quickstart", "--directory", str(run)], stdin=None) as process:
+        below = psutil.Process(process.pid).children
+        with anyio.fail_after(120):
+            while not any("sostenuto.trainer.process" in p.cmdline() for p in below()):  # noqa: ASYNC110
+                await anyio.sleep(0.05)
+        started = below(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == 130
+        assert await all_ended(started)
+    with read_journal(run / "journal.db") as reader:
+        assert reader.ledger().statistics().submitted == 0
+    assert not list((run / "sandboxes").iterdir())
+
+
 async def test_a_runtime_that_is_killed_takes_everything_with_it_and_the_next_one_settles(
     tmp_path: Path, model: Path
 ):
@@ -206,6 +222,8 @@ async def test_a_runtime_that_is_killed_takes_everything_with_it_and_the_next_on
     status = (await anyio.run_process([*CLI, "status", str(run)])).stdout.decode()
     assert "no runtime holds it" in status
     assert "the sums close" in status
+    (engine,) = (run / "logs").glob("engine-*")
+    assert (engine / "engine.sock.log").is_file()
     with read_journal(run / "journal.db") as reader:
         highest = reader.highest_version()
     assert highest is not None

@@ -57,6 +57,8 @@ _ERRORS = {kind.__name__: kind for kind in (ConfigError, RecordError, Unsupporte
 _GONE = (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError)
 _LAST_LINES = 20
 _GRACE_S = 5.0
+_GOODBYE_S = 1.0
+"""A process that is busy longer leaves at once when its connection is closed."""
 
 _log = logging.getLogger(__name__)
 
@@ -158,7 +160,7 @@ class TrainerClient:
 
     async def close(self) -> None:
         """End the process: by request, then by signal.  Idempotent; leaving the block does it."""
-        with anyio.move_on_after(_GRACE_S):
+        with anyio.move_on_after(_GOODBYE_S):
             await self._say_goodbye()
         await self._stream.aclose()
         for end in (self._process.terminate, self._process.kill):

@@ -1,6 +1,6 @@
 """Everything that one job works with, opened together and closed in the other order."""
 
-import shutil
+import os
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
@@ -27,6 +27,10 @@ from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.runtime.run_directory import RunDirectory
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, Version
+
+_SOCKET = "engine.sock"
+_LONGEST_SOCKET_BYTES = 107
+"""That the path of a Unix socket can have."""
 
 Say = Callable[[JobEvent], None]
 
@@ -73,10 +77,10 @@ async def open_workshop(
     config, engine_id = premises.config, EngineId(f"{name}-engine")
     renderer = await anyio.to_thread.run_sync(lambda: open_renderer(ModelFolder.open(folder)))
     version = premises.new_version()
-    with _socket_folder() as sockets, lone_error():
+    with _socket_folder(premises.run) as sockets, lone_error():
         settings = EmbeddedSettings(
             model=folder,
-            socket=sockets / "engine.sock",
+            socket=sockets / _SOCKET,
             kv_tokens=config.engine.kv_tokens,
             concurrency=config.engine.concurrency,
             threads=config.engine.threads,
@@ -100,10 +104,12 @@ async def open_workshop(
 
 
 @contextmanager
-def _socket_folder() -> Generator[Path]:
-    # A run directory may lie deeper than the 107 bytes that a Unix socket's path can have.
-    folder = Path(tempfile.mkdtemp(prefix="sostenuto-"))
-    try:
+def _socket_folder(run: RunDirectory) -> Generator[Path]:
+    """Where the engine's socket is, and its log: with the logs of the run, which outlive it."""
+    folder = Path(tempfile.mkdtemp(prefix="engine-", dir=run.logs.absolute()))
+    if len(os.fsencode(folder / _SOCKET)) <= _LONGEST_SOCKET_BYTES:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        return
+    folder.rmdir()
+    with tempfile.TemporaryDirectory(prefix="sostenuto-", ignore_cleanup_errors=True) as elsewhere:
+        yield Path(elsewhere)
