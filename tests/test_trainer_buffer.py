@@ -15,8 +15,8 @@ FAILED = Outcome(OutcomeKind.FAILED, "sandbox died", Blame.INFRASTRUCTURE)
 EMPTY = ((Span.fed(Producer.USER, [1]),),)
 
 
-def opened(buffer: Buffer, group: str, *programs: str) -> Buffer:
-    buffer.open(GroupId(group), [ProgramId(program) for program in programs])
+def opened(buffer: Buffer, group: str, *programs: str, started: Version = V0) -> Buffer:
+    buffer.open(GroupId(group), [ProgramId(program) for program in programs], started)
     return buffer
 
 
@@ -134,6 +134,20 @@ def test_the_oldest_versions_are_used_first_and_a_batch_is_whole_or_none():
     assert [group.group_id for group in buffer.take(2, Version(0, 2), 1).batch] == ["g1", "g0"]
     assert buffer.take(2, Version(0, 2), 1).batch == ()
     assert buffer.ready_groups == 1
+
+
+def test_a_group_at_its_last_chance_is_waited_for_instead_of_being_pushed_out():
+    buffer = filled([Version(0, 1), Version(0, 1)])
+    opened(buffer, "late", "c", "d", started=V0)
+    assert buffer.take(2, Version(0, 1), 1).batch == ()
+    for name, reward in (("c", 1.0), ("d", 0.0)):
+        buffer.add(trajectory(name, reward, group="late", version=V0))
+    assert [group.group_id for group in buffer.take(2, Version(0, 1), 1).batch] == ["late", "g0"]
+
+
+def test_a_group_that_can_wait_for_the_next_version_is_not_waited_for():
+    buffer = opened(filled([Version(0, 1)]), "young", "c", "d", started=Version(0, 1))
+    assert len(buffer.take(1, Version(0, 1), 1).batch) == 1
 
 
 def test_a_record_of_a_newer_version_is_dropped_as_another_lineage_not_taken_as_fresh():

@@ -14,13 +14,15 @@ from trainer_world import trajectory
 
 @dataclass
 class Run:
-    """Rollouts of equal length on `slots` places, and a trainer, on virtual time."""
+    """Rollouts on `slots` places, and a trainer, on virtual time."""
 
     pacing: Pacing
     slots: int
     rollout_s: float
     learn_s: float
     steps: int
+    durations_s: tuple[int, ...] = (1,)
+    """Multiples of `rollout_s`, in turn."""
     now_s: float = 0.0
     deployed: int = 0
     started: int = 0
@@ -54,7 +56,8 @@ class Run:
             learning_groups=self.learning,
         )
         for _ in range(room):
-            self.buffer.open(GroupId(f"g{self.started}"), [ProgramId(f"{self.started}.{m}") for m in "ab"])
+            members = [ProgramId(f"{self.started}.{m}") for m in "ab"]
+            self.buffer.open(GroupId(f"g{self.started}"), members, Version(0, self.deployed))
             self.queued.append(self.started)
             self.started += 1
         while self.queued and self.running < self.slots:
@@ -64,7 +67,8 @@ class Run:
         self.running += 1
         self.generating_while_learning |= self.learning > 0
         self.versions = {**getattr(self, "versions", {}), group: Version(0, self.deployed)}
-        heapq.heappush(self.events, (self.now_s + self.rollout_s, len(self.versions), "rollout", group))
+        ends_s = self.now_s + self.rollout_s * self.durations_s[group % len(self.durations_s)]
+        heapq.heappush(self.events, (ends_s, len(self.versions), "rollout", group))
 
     def _finish(self, group: int) -> None:
         self.running -= 1
@@ -90,6 +94,14 @@ def test_with_equal_durations_nothing_is_dropped_for_staleness(
     groups: int, bound: int, slots: int, rollout_s: int, learn_s: int
 ):
     run = Run(Pacing(groups, bound), slots, float(rollout_s), float(learn_s), steps=12).simulate()
+    assert run.dropped == 0
+    assert max(run.staleness) <= bound
+
+
+@given(st.integers(1, 4), st.integers(0, 3), st.lists(st.integers(1, 30), min_size=1, max_size=9))
+def test_with_any_durations_nothing_is_dropped_for_staleness(groups: int, bound: int, durations: list[int]):
+    """Whoever is overtaken is waited for before it would be too old."""
+    run = Run(Pacing(groups, bound), 64, 1.0, 2.0, steps=12, durations_s=tuple(durations)).simulate()
     assert run.dropped == 0
     assert max(run.staleness) <= bound
 

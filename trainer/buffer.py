@@ -70,6 +70,7 @@ class Taken:
 @dataclass(slots=True)
 class _OpenGroup:
     members: tuple[ProgramId, ...]
+    started: Version
     ended: dict[ProgramId, Trajectory] = field(default_factory=dict[ProgramId, Trajectory])
     dropped: set[ProgramId] = field(default_factory=set[ProgramId])
 
@@ -114,14 +115,17 @@ class Buffer:
             for group_id, group in self._open.items()
         }
 
-    def open(self, group_id: GroupId, members: Iterable[ProgramId]) -> None:
-        """Expect these programs.  RecordError for an id in use or a group of fewer than two."""
+    def open(self, group_id: GroupId, members: Iterable[ProgramId], started: Version) -> None:
+        """Expect these programs, which start under `started`.
+
+        RecordError for an id in use or a group of fewer than two.
+        """
         expected = tuple(members)
         if group_id in self._open or any(group.group_id == group_id for group in self._ready):
             raise RecordError(f"group {group_id} is open already")
         if len(expected) < 2 or len(set(expected)) != len(expected):
             raise RecordError(f"group {group_id}: two or more different members are needed, not {expected}")
-        self._open[group_id] = _OpenGroup(expected)
+        self._open[group_id] = _OpenGroup(expected, started)
 
     def add(self, trajectory: Trajectory) -> tuple[Dropped, ...]:
         """Take in a member that has ended; return whom this drops.
@@ -141,7 +145,8 @@ class Buffer:
     def take(self, groups: int, deployed: Version, max_staleness: int) -> Taken:
         """A batch of `groups` groups, the oldest versions first, all within the bound under `deployed`.
 
-        Groups that are too stale or of another lineage leave the buffer, batch or not.
+        Groups that are too stale or of another lineage leave the buffer, batch or not.  While a group runs
+        that the next version would make too stale there is no batch: younger ones do not push it out.
         """
         dropped: list[Dropped] = []
         usable: list[ReadyGroup] = []
@@ -151,7 +156,7 @@ class Buffer:
             if not fault:
                 usable.append(group)
         usable.sort(key=lambda group: (group.oldest_version, group.arrived))
-        enough = len(usable) >= groups
+        enough = len(usable) >= groups and not self._has_last_chance(deployed, max_staleness)
         self._ready = usable[groups:] if enough else usable
         batch = usable[:groups] if enough else []
         skipped = [group for group in batch if self._zero_spread == "skip" and not group.has_signal]
@@ -169,6 +174,14 @@ class Buffer:
         self._ready.clear()
         self._drained = reason
         return tuple(dropped)
+
+    def _has_last_chance(self, deployed: Version, max_staleness: int) -> bool:
+        """Whether a group that still runs can be used in this batch or never."""
+        return any(
+            deployed.number - group.started.number == max_staleness
+            for group in self._open.values()
+            if group.started.epoch == deployed.epoch
+        )
 
     def _expecting(self, trajectory: Trajectory) -> _OpenGroup:
         group = self._open.get(trajectory.group_id)

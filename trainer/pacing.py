@@ -9,9 +9,8 @@ at most floor(A / N) versions are deployed before its turn.  It must not be more
 
 S = 0 is the synchronous case: N groups start when nothing is open, ready or being learned from.
 
-Order of use must be order of start for the bound to be exact: with equal durations nothing is ever
-dropped for staleness.  A group that others overtake sees more steps than are in front of it; those are
-what the check at use (`Buffer.take`) is for.
+Order of use need not be order of start: a group that younger ones overtook is waited for before the
+next version would make it too old (`Buffer.take`), so what is finished is used, whatever it took.
 """
 
 from dataclasses import dataclass

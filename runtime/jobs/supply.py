@@ -149,7 +149,7 @@ class GroupSupply:
         group_id = GroupId(f"{self._job.name}-{draw.ordinal:06d}")
         task = draw.payload()
         specs = [self._spec(draw, group_id, task, member) for member in range(self._job.algorithm.group_size)]
-        self._buffer.open(group_id, [spec.id for spec in specs])
+        self._buffer.open(group_id, [spec.id for spec in specs], self._deployed())
         for spec in specs:
             running.start_soon(self._run, spec)
 
