@@ -145,8 +145,8 @@ class Buffer:
     def take(self, groups: int, deployed: Version, max_staleness: int) -> Taken:
         """A batch of `groups` groups, the oldest versions first, all within the bound under `deployed`.
 
-        Groups that are too stale or of another lineage leave the buffer, batch or not.  While a group runs
-        that the next version would make too stale there is no batch: younger ones do not push it out.
+        Groups that are too stale or of another lineage leave the buffer, batch or not.  There is no batch
+        that would leave groups behind, running or ready, which later batches could not all use in time.
         """
         dropped: list[Dropped] = []
         usable: list[ReadyGroup] = []
@@ -156,7 +156,7 @@ class Buffer:
             if not fault:
                 usable.append(group)
         usable.sort(key=lambda group: (group.oldest_version, group.arrived))
-        enough = len(usable) >= groups and not self._has_last_chance(deployed, max_staleness)
+        enough = len(usable) >= groups and not self._should_wait(usable, groups, deployed, max_staleness)
         self._ready = usable[groups:] if enough else usable
         batch = usable[:groups] if enough else []
         skipped = [group for group in batch if self._zero_spread == "skip" and not group.has_signal]
@@ -175,13 +175,14 @@ class Buffer:
         self._drained = reason
         return tuple(dropped)
 
-    def _has_last_chance(self, deployed: Version, max_staleness: int) -> bool:
-        """Whether a group that still runs can be used in this batch or never."""
-        return any(
-            deployed.number - group.started.number == max_staleness
-            for group in self._open.values()
-            if group.started.epoch == deployed.epoch
-        )
+    def _should_wait(
+        self, usable: list[ReadyGroup], groups: int, deployed: Version, max_staleness: int
+    ) -> bool:
+        """Whether a group that runs is more urgent than one of the batch, and would come too late."""
+        running = [group.started for group in self._open.values()]
+        left = [group.oldest_version for group in usable[groups:]] + running
+        overtakes = any(started < usable[groups - 1].oldest_version for started in running)
+        return overtakes and not _in_time(left, groups, deployed, max_staleness)
 
     def _expecting(self, trajectory: Trajectory) -> _OpenGroup:
         group = self._open.get(trajectory.group_id)
@@ -217,6 +218,14 @@ class Buffer:
         if version.epoch == deployed.epoch:
             return version.number <= deployed.number
         return version.epoch < deployed.epoch and version.number <= self._ancestors.get(version.epoch, -1)
+
+
+def _in_time(left: list[Version], groups: int, deployed: Version, max_staleness: int) -> bool:
+    """Whether batches of `groups`, the most urgent first, can use all that this one leaves."""
+    # How many versions each may still wait; one that is too old already is past help.
+    may_wait = sorted(max_staleness - deployed.number + v.number for v in left if v.epoch == deployed.epoch)
+    urgent = [versions for versions in may_wait if versions >= 0]
+    return all(versions > place // groups for place, versions in enumerate(urgent))
 
 
 def _trainable(group: _OpenGroup) -> tuple[Trajectory, ...]:
