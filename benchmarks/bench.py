@@ -53,6 +53,5 @@ class Bench:
 
     def follow(self, event: JobEvent) -> None:
         """Say on stderr that something goes on; figures alone go to stdout."""
-        if isinstance(event, WarmStartStep | StepTrained) and event.step % 100 and event.step < event.steps:
-            return
-        print(f"# {type(event).__name__} {getattr(event, 'step', '')}", file=sys.stderr, flush=True)
+        if isinstance(event, WarmStartStep | StepTrained) and event.step % 20 == 0:
+            print(f"# {type(event).__name__} {event.step}/{event.steps}", file=sys.stderr, flush=True)
