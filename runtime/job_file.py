@@ -31,7 +31,10 @@ from sostenuto.runtime.jobs.job import EvalJob, RLJob, WarmStart
 from sostenuto.trainer.settings import GRPO, LearnerSettings
 from sostenuto.types import Limits
 
-BUILT_IN = {"storeroom": "sostenuto.envs.storeroom.environment:Storeroom"}
+BUILT_IN = {
+    "chain_sum": "sostenuto.envs.arithmetic:ChainSum",
+    "storeroom": "sostenuto.envs.storeroom:Storeroom",
+}
 
 
 class TaskSection(Section):
