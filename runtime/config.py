@@ -3,7 +3,7 @@
 import tomllib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -103,14 +103,17 @@ def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> dict[str, An
         if str(part) in known:
             annotation = known[str(part)]
             found = (_keys(candidate) for candidate in (annotation, *get_args(annotation)))
-            known = next((keys for keys in found if keys is not None), {})
+            known = next((keys for keys in found if keys is not None), dict[str, Any]())
     return known
 
 
 def _keys(section: object) -> dict[str, Any] | None:
-    if isinstance(section, type) and issubclass(section, BaseModel):
+    if not isinstance(section, type):
+        return None
+    if issubclass(section, BaseModel):
         return {name: field.annotation for name, field in section.model_fields.items()}
-    if isinstance(section, type) and is_dataclass(section):
-        hints = get_type_hints(section)
-        return {field.name: hints[field.name] for field in fields(section)}
+    kind = cast("Any", section)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return {field.name: hints[field.name] for field in fields(kind)}
     return None

@@ -43,7 +43,7 @@ class Unrewarded(Environment[Number]):
 
 def untyped() -> type[Environment[Any]]:
     class Untyped(Rewarded):
-        @tool
+        @tool  # pyright: ignore[reportUnknownArgumentType]
         async def look(self, where) -> str:  # noqa: ANN001  # pyright: ignore[reportMissingParameterType, reportUnknownParameterType]
             """Look somewhere."""
             return str(where)  # pyright: ignore[reportUnknownArgumentType]
@@ -177,14 +177,14 @@ async def test_a_tool_server_that_hangs_ends_the_runtime_by_name(tmp_path: Path)
     async with anyio.create_task_group() as group:
         with pytest.raises(ToolServerError, match=said):  # noqa: PT012 - the way out is what raises
             async with Runtime(RuntimeConfig(directory=tmp_path, tool_server=settings)):
-                (server,) = psutil.Process().children()
-                server.suspend()
-                group.start_soon(_resume_later, server)
+                group.start_soon(_suspend_for_a_while, psutil.Process().children())
                 await anyio.sleep_forever()
-    assert not server.is_running()
+    assert psutil.Process().children() == []
 
 
-async def _resume_later(server: psutil.Process) -> None:
+async def _suspend_for_a_while(servers: list[psutil.Process]) -> None:
+    (server,) = servers
+    server.suspend()
     # So that it can be told to end; what cannot be told is killed in the end.
     await anyio.sleep(2.5)
     server.resume()

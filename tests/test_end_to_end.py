@@ -15,9 +15,9 @@ from sandboxes import nothing_left
 from scripted import Stage, calls, says, specs_of, staged, turns_of, write_tokenizer_folder
 from sostenuto.envs.storeroom.demonstrations import demonstrate_in_full
 from sostenuto.envs.storeroom.environment import Storeroom
-from sostenuto.envs.storeroom.world import training_tasks
+from sostenuto.envs.storeroom.world import StoreroomTask, training_tasks
 from sostenuto.errors import Blame
-from sostenuto.records import validate
+from sostenuto.records import Trajectory, validate
 from sostenuto.runtime.journal import read_journal
 from sostenuto.types import Message, StopReason
 
@@ -100,9 +100,7 @@ async def test_a_tool_server_that_is_killed_fails_its_programs_by_name_and_leave
 ):
     async with staged(tmp_path / "run", model, right, engine={"decode_s": 0.2}) as stage:
         workers = psutil.Process(stage.server_pid).children(recursive=True)
-        async with anyio.create_task_group() as group:
-            group.start_soon(_kill_while_they_act, stage, stage.server_pid)
-            done = await stage.play(specs_of(Storeroom, WORLD))
+        done = await _played_while_this_is_killed(stage, stage.server_pid, WORLD)
         later = await stage.play(specs_of(Storeroom, {"later": TASKS[0]}))
         for trajectory in (*done.values(), *later.values()):
             assert trajectory.outcome is not None
@@ -125,9 +123,7 @@ async def test_a_worker_that_is_killed_fails_its_programs_and_the_next_ones_get_
         (worker,) = [
             p for p in psutil.Process(stage.server_pid).children() if "sostenuto.envs.worker" in p.cmdline()
         ]
-        async with anyio.create_task_group() as group:
-            group.start_soon(_kill_while_they_act, stage, worker.pid)
-            done = await stage.play(specs_of(Storeroom, {"p1": TASKS[1], "p2": TASKS[2]}))
+        done = await _played_while_this_is_killed(stage, worker.pid, {"p1": TASKS[1], "p2": TASKS[2]})
         for trajectory in done.values():
             assert trajectory.outcome is not None
             assert trajectory.outcome.blame is Blame.INFRASTRUCTURE
@@ -135,6 +131,16 @@ async def test_a_worker_that_is_killed_fails_its_programs_and_the_next_ones_get_
         await stage.assert_nothing_is_held()
         again = await stage.play(specs_of(Storeroom, {"p3": TASKS[3]}))
         assert again["p3"].reward == 1.0
+
+
+async def _played_while_this_is_killed(
+    stage: Stage, pid: int, world: dict[str, StoreroomTask]
+) -> dict[str, Trajectory]:
+    done: dict[str, Trajectory] = {}
+    async with anyio.create_task_group() as group:
+        group.start_soon(_kill_while_they_act, stage, pid)
+        done |= await stage.play(specs_of(Storeroom, world))
+    return done
 
 
 async def _kill_while_they_act(stage: Stage, pid: int) -> None:
