@@ -10,7 +10,7 @@ PROGRAMS = st.sampled_from([ProgramId(name) for name in "abcd"])
 SEGMENTS = st.lists(
     st.sampled_from([Segment("system", 30), Segment("group", 50), Segment("other", 20)]), unique=True
 )
-FOOTPRINTS = st.builds(lambda n, s: Footprint(n, tuple(s)), st.integers(0, 90), SEGMENTS)
+FOOTPRINTS = st.builds(Footprint, st.integers(0, 90), SEGMENTS.map(tuple))
 
 
 class LedgerMachine(RuleBasedStateMachine):
