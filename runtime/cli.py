@@ -16,7 +16,7 @@ import anyio
 import typer
 from rich.console import Console
 
-from sostenuto.errors import SostenutoError
+from sostenuto.errors import ConfigError, SostenutoError
 from sostenuto.runtime.config import RuntimeConfig
 from sostenuto.runtime.doctor import examine, show_findings
 from sostenuto.runtime.job_file import load_eval_file, load_train_file
@@ -117,7 +117,7 @@ def _follow(config: RuntimeConfig, run: Callable[[Say], Awaitable[R]]) -> R:
     curve = Curve()
     with ExitStack() as stack:
         terminal = stack.enter_context(Terminal(console))
-        config.directory.mkdir(parents=True, exist_ok=True)
+        _make(config.directory)
         board = stack.enter_context(tensorboard(config.directory / "tensorboard"))
         stack.callback(_draw, curve, config.directory / "curve.png")
 
@@ -145,6 +145,13 @@ async def _until_interrupted(run: Callable[[Say], Awaitable[R]], say: Say) -> R:
     if not done:
         raise Interrupted("interrupted; `sostenuto status RUN` shows the ledger")
     return done[0]
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run directory {directory}: {error.strerror}; choose another one") from error
 
 
 def _draw(curve: Curve, path: Path) -> None:

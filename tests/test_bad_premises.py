@@ -131,6 +131,24 @@ async def test_a_port_in_use_is_named_with_the_remedy(tmp_path: Path):
                 pass
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "none.toml"], "error: none.toml: No such file or directory; give the path of a TOML file"),
+        (["eval", "bad.toml"], "error: bad.toml is not valid TOML: "),
+        (["quickstart", "--directory", "bad.toml/run"], "error: run directory bad.toml/run: Not a directory"),
+        (["status", "."], "error: no journal at journal.db; is this a run directory?"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path: Path, arguments: list[str], said: str):
+    (tmp_path / "bad.toml").write_text("[[[")
+    command = [sys.executable, "-c", "from sostenuto.runtime.cli import main; main()", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Generator[Path]:
     """A disk of 80 MiB, for whoever may mount one."""

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sostenuto.errors import Unsupported
 from sostenuto.runtime.jobs.events import Evaluated, JobEvent, StepTrained
 from sostenuto.runtime.jobs.workshop import Say
 
@@ -12,7 +13,10 @@ from sostenuto.runtime.jobs.workshop import Say
 @contextmanager
 def tensorboard(folder: Path) -> Generator[Say]:
     """Write scalars of every step and evaluation under `folder` while the block runs."""
-    from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingTypeStubs]
+    try:
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingTypeStubs]
+    except ModuleNotFoundError as error:
+        raise Unsupported(f"jobs need {error.name}: pip install 'sostenuto[train]'") from error
 
     writer: Any = SummaryWriter(str(folder))
 

@@ -52,6 +52,8 @@ class Sender:
         self._owner = f"{os.getpid()}-{_started_ticks()}"
         self._published: list[_Published] = []
         self._writing: Path | None = None
+        self._crowded_out = False
+        """Whether it was said that shared memory has no room."""
         self.removed = [path for place in self._directories for path in remove_orphans(place)]
 
     def publish(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
@@ -97,10 +99,12 @@ class Sender:
         if _free_bytes(shared) >= nbytes + _MARGIN_BYTES:
             return shared
         free = _free_bytes(directory)
-        _log.warning(
-            "publication: %s has %d bytes free, %d are needed; using %s",
-            shared, _free_bytes(shared), nbytes + _MARGIN_BYTES, directory,
-        )  # fmt: skip
+        if not self._crowded_out:
+            self._crowded_out = True
+            _log.warning(
+                "publication: %s has %d bytes free, %d are needed; using %s",
+                shared, _free_bytes(shared), nbytes + _MARGIN_BYTES, directory,
+            )  # fmt: skip
         if free < nbytes:
             raise TrainerError(
                 f"publication: {nbytes} bytes are needed; {shared} has {_free_bytes(shared)} free, "
