@@ -1,79 +1,22 @@
-"""Worker processes: what an environment's code does to its own program, to its neighbours and to nobody."""
+"""Worker processes: what an environment's code does to its own program."""
 
-import inspect
-import json
-import logging
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
-import psutil
 import pytest
 from pydantic import JsonValue
 
-from fakes_envs import FakeSandbox, Ledger, Zoo
+from fakes_envs import FakeSandbox, Zoo
+from hosts import LEDGER, ZOO, call, prepare, prepare_ledger, score, until, with_pool
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.pool import WorkerPool
 from sostenuto.envs.registry import environment_ref
 from sostenuto.errors import ConfigError, EnvironmentFailure, SandboxError, ToolServerError
-from sostenuto.sandbox.protocol import Sandbox
-from sostenuto.tools.host import Host
-from sostenuto.tools.wire import CallRequest, EnvironmentRef, Prepared, PrepareRequest, RewardRequest
-from sostenuto.types import Episode, Message, ProgramId, StopReason, ToolResult, ToolStatus
-
-ZOO = environment_ref(Zoo)
-LEDGER = environment_ref(Ledger)
-SUM: dict[str, JsonValue] = {"csv": "a,1", "question": "How much?", "answer": "1"}
-SECRET = "open-sesame"
-
-
-def with_pool(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Give the test a pool of its own, opened and closed in the test's task."""
-
-    async def run(**arguments: object) -> None:
-        async with WorkerPool(secrets={"TOKEN": SECRET}, grace_s=0.3) as pool:
-            await test(pool, **arguments)
-
-    others = list(inspect.signature(test).parameters.values())[1:]
-    run.__name__ = test.__name__
-    vars(run)["__signature__"] = inspect.Signature(others)
-    return run
-
-
-async def prepare(host: Host, program: str, how: str = "", ref: EnvironmentRef = ZOO) -> Prepared:
-    request = PrepareRequest(owner="o", environment=ref, task={"how": how}, seed=3, timeout_s=0.5)
-    return await host.prepare(ProgramId(program), request, None)
-
-
-async def prepare_ledger(host: Host, program: str, sandbox: Sandbox | None) -> Prepared:
-    return await host.prepare(
-        ProgramId(program), PrepareRequest(owner="o", environment=LEDGER, task=SUM), sandbox
-    )
-
-
-async def call(host: Host, program: str, name: str, **arguments: JsonValue) -> ToolResult:
-    request = CallRequest(call_id=f"{program}-{name}", name=name, arguments=json.dumps(arguments))
-    return await host.call(ProgramId(program), request)
-
-
-async def score(host: Host, program: str, answer: str = "") -> float:
-    episode = Episode((Message("assistant", answer),), StopReason.ANSWERED)
-    request = RewardRequest(call_id="r", episode=episode, timeout_s=0.5)
-    return (await host.reward(ProgramId(program), request)).value
-
-
-async def until_gone(pid: int) -> None:
-    await until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    with anyio.fail_after(10):
-        while not is_so():  # noqa: ASYNC110 - nobody tells
-            await anyio.sleep(0.02)
+from sostenuto.tools.wire import EnvironmentRef, PrepareRequest
+from sostenuto.types import Message, ProgramId, ToolStatus
 
 
 @with_pool
@@ -267,153 +210,6 @@ async def test_an_error_in_close_is_logged_and_the_program_is_released(
     await host.release(ProgramId("p"))
     assert "close of Zoo: RuntimeError: cannot close" in caplog.text
     await prepare(host, "p")
-
-
-@pytest.mark.parametrize("name", ["hang_in_thread", "hang_the_loop", "hang_with_the_lock", "stubborn"])
-@with_pool
-async def test_a_hung_tool_ends_its_worker_and_is_blamed_alone(pool: WorkerPool, name: str):
-    host, (pid,) = await pool.choose(ZOO), pool.pids
-    await prepare(host, "hung")
-    await prepare(host, "near")
-    async with anyio.create_task_group() as group:
-
-        async def neighbour() -> None:
-            with pytest.raises(ToolServerError, match=f"ended for a neighbour: program hung: tool {name}"):
-                await call(host, "near", "wait")
-
-        group.start_soon(neighbour)
-        await anyio.sleep(0.1)
-        with pytest.raises(EnvironmentFailure, match=rf"program hung: tool {name} of Zoo: .*limit of 0\.2 s"):
-            await call(host, "hung", name)
-    assert not host.alive
-    await until_gone(pid)
-    with pytest.raises(ToolServerError):
-        await call(host, "near", "echo", text="x")
-    await host.release(ProgramId("near"))
-    again = await pool.choose(ZOO)
-    await prepare(again, "new")
-    assert (await call(again, "new", "echo", text="x")).content == "x"
-
-
-@with_pool
-async def test_a_short_call_is_not_blamed_for_a_neighbour_that_has_the_loop(pool: WorkerPool):
-    host = await pool.choose(ZOO)
-    await prepare(host, "hung")
-    await prepare(host, "near")
-    async with anyio.create_task_group() as group:
-
-        async def neighbour() -> None:
-            with pytest.raises(ToolServerError, match="program hung: tool hang_the_loop"):
-                await call(host, "near", "slow")
-
-        group.start_soon(neighbour)
-        with pytest.raises(EnvironmentFailure, match="hang_the_loop"):
-            await call(host, "hung", "hang_the_loop")
-
-
-@pytest.mark.parametrize("step", ["reset", "reward"])
-@with_pool
-async def test_a_hung_step_ends_its_worker(pool: WorkerPool, step: str):
-    host = await pool.choose(ZOO)
-
-    async def both() -> None:
-        await prepare(host, "p", f"{step} hangs")
-        await score(host, "p")
-
-    with pytest.raises(EnvironmentFailure, match=rf"{step} of Zoo: .*limit of 0\.5 s"):
-        await both()
-    assert not host.alive
-
-
-@with_pool
-async def test_a_killed_worker_fails_what_was_under_way_and_is_replaced(pool: WorkerPool):
-    host, (pid,) = await pool.choose(ZOO), pool.pids
-    await prepare(host, "p")
-    async with anyio.create_task_group() as group:
-
-        async def broken() -> None:
-            with pytest.raises(ToolServerError, match=r"tool wait of Zoo: the worker ended: SIGKILL"):
-                await call(host, "p", "wait")
-
-        for _ in range(3):
-            group.start_soon(broken)
-        await anyio.sleep(0.1)
-        os.kill(pid, signal.SIGKILL)
-    assert pool.count == 0
-    await prepare(await pool.choose(ZOO), "p")
-    assert pool.count == 1
-
-
-@with_pool
-async def test_a_worker_that_ends_itself_is_reported_with_its_exit_code(pool: WorkerPool):
-    host = await pool.choose(ZOO)
-    await prepare(host, "p")
-    with pytest.raises(ToolServerError, match="exit code 7"):
-        await call(host, "p", "die")
-
-
-@with_pool
-async def test_secrets_reach_tools_and_no_log(pool: WorkerPool, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    host, (pid,) = await pool.choose(ZOO), pool.pids
-    await prepare(host, "p")
-    assert (await call(host, "p", "secret")).content == f"{len(SECRET)} <secrets TOKEN>"
-    await until(lambda: "the secret is" in caplog.text)
-    assert "the secret is [secret TOKEN]" in caplog.text
-    assert SECRET not in caplog.text
-    assert SECRET not in " ".join(psutil.Process(pid).cmdline())
-
-
-async def test_programs_spread_over_the_workers():
-    async with WorkerPool(size=2) as pool:
-        hosts = [await pool.choose(ZOO) for _ in range(4)]
-        assert len({id(host) for host in hosts}) == 2
-        for n, host in enumerate(hosts[:2]):
-            await prepare(host, f"p{n}")
-        await hosts[0].release(ProgramId("p0"))
-        assert await pool.choose(ZOO) is hosts[0]
-
-
-async def test_leaving_the_pool_ends_hung_workers_too():
-    async with WorkerPool() as pool:
-        host, (pid,) = await pool.choose(ZOO), pool.pids
-        await prepare(host, "p")
-        with anyio.move_on_after(0.1):
-            await call(host, "p", "hang_in_thread")
-    await until_gone(pid)
-
-
-SERVER = """
-import os, anyio
-from fakes_envs import Zoo
-from sostenuto.envs.pool import WorkerPool
-from sostenuto.envs.registry import environment_ref
-from sostenuto.tools.wire import CallRequest, PrepareRequest
-
-async def main():
-    ref = environment_ref(Zoo)
-    async with WorkerPool() as pool, anyio.create_task_group() as group:
-        host = await pool.choose(ref)
-        await host.prepare("p", PrepareRequest(owner="o", environment=ref, task={}), None)
-        group.start_soon(host.call, "p", CallRequest(call_id="1", name="TOOL", arguments="{}"))
-        await anyio.sleep(0.1)
-        print(*pool.pids, flush=True)
-        await anyio.sleep(60)
-
-anyio.run(main)
-"""
-
-
-@pytest.mark.parametrize("name", ["wait", "hang_the_loop"])
-async def test_workers_end_when_their_server_is_killed(name: str):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-c", SERVER.replace("TOOL", name)]
-    async with await anyio.open_process(command, env=environment, stderr=None) as server:
-        assert server.stdout is not None
-        pid = int(await server.stdout.receive())
-        server.kill()
-        await server.wait()
-    await until_gone(pid)
 
 
 @with_pool

@@ -1,69 +1,16 @@
 """The tool server's program table on virtual time."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-
 import anyio
-import anyio.lowlevel
 import pytest
 
-from fakes_tools import SECRET, FakeBackend, FakeHosts, config
+from fakes_tools import FakeBackend
+from serving import A, calling, preparing, scoring, serving
 from sostenuto.errors import ConfigError, EnvironmentFailure, SandboxError, ToolServerError
-from sostenuto.tools.edge import Edge
-from sostenuto.tools.programs import Programs, open_programs
 from sostenuto.tools.refused import Refused
-from sostenuto.tools.secrets import Secrets
-from sostenuto.tools.wire import CallRequest, EnvironmentRef, PrepareRequest, RewardRequest
-from sostenuto.types import Episode, ProgramId, StopReason, ToolStatus
+from sostenuto.tools.wire import PrepareRequest
+from sostenuto.types import ProgramId, ToolStatus
 
 pytestmark = pytest.mark.looptime
-
-A = ProgramId("a")
-
-
-@dataclass
-class Served:
-    programs: Programs
-    backend: FakeBackend
-    hosts: FakeHosts
-
-    def assert_nothing_left(self) -> None:
-        assert not self.backend.live
-        assert not self.backend.starting
-        assert not self.hosts.host.programs
-        assert not self.programs.state().programs
-
-    async def settle(self) -> None:
-        """Until every release that has begun is over."""
-        while self.programs.state().programs:  # noqa: ASYNC110
-            await anyio.sleep(0.01)
-
-
-@asynccontextmanager
-async def serving(backend: FakeBackend | None = None, **changes: object) -> AsyncGenerator[Served]:
-    backend, hosts = backend or FakeBackend(), FakeHosts()
-    edge = Edge(Secrets({"KEY": SECRET}), 16384)
-    async with open_programs(config(**changes), backend, hosts, edge) as programs:
-        served = Served(programs, backend, hosts)
-        yield served
-    served.assert_nothing_left()
-
-
-def preparing(
-    name: str = "Form", *, owner: str = "run", timeout_s: float = 60, **task: str
-) -> PrepareRequest:
-    environment = EnvironmentRef(name=name, import_path=f"tests:{name}")
-    return PrepareRequest(owner=owner, environment=environment, task={**task}, timeout_s=timeout_s)
-
-
-def calling(name: str, arguments: str, call_id: str = "c1", timeout_s: float = 300) -> CallRequest:
-    return CallRequest(call_id=call_id, name=name, arguments=arguments, timeout_s=timeout_s)
-
-
-def scoring(value: float = 1.0) -> RewardRequest:
-    episode = Episode(messages=(), stop_reason=StopReason.ANSWERED, metrics={"value": value})
-    return RewardRequest(call_id="r1", episode=episode)
 
 
 async def test_an_environment_is_described_once_for_all_its_programs():
@@ -322,101 +269,3 @@ async def test_a_table_that_closes_admits_nothing_more():
         served.assert_nothing_left()
         with pytest.raises(Refused, match="the tool server is stopping"):
             await served.programs.prepare(A, preparing())
-
-
-async def life(served: Served) -> None:
-    """One program's whole life; a client that is cancelled anywhere in it does not release."""
-    await served.programs.prepare(A, preparing())
-    await served.programs.in_sandbox(A, lambda box: box.write("b.txt", b""))
-    await served.programs.call(A, calling("sleep", "0"))
-    await served.programs.reward(A, scoring())
-    await served.programs.release(A)
-
-
-async def cancel_at_step(step: int, work: Callable[[], Awaitable[None]]) -> bool:
-    """Cancel `work` at the step-th turn of the event loop; False when it had ended by then."""
-    ended = False
-
-    async def run() -> None:
-        nonlocal ended
-        await work()
-        ended = True
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(run)
-        for _ in range(step):
-            await anyio.lowlevel.checkpoint()
-        group.cancel_scope.cancel()
-    return not ended
-
-
-async def test_a_client_cancelled_at_any_step_leaves_nothing_once_its_program_is_released():
-    step = 0
-    cancelled = True
-    async with serving() as served:
-        while cancelled:
-            step += 1
-            cancelled = await cancel_at_step(step, lambda: life(served))
-            await served.programs.release(A)
-            served.assert_nothing_left()
-        counters = served.programs.state().counters
-        assert counters["released"] == step
-    assert step > 15
-
-
-async def test_a_client_cancelled_at_any_step_leaves_nothing_once_its_lease_is_over():
-    step = 0
-    cancelled = True
-    async with serving(lease_s=5) as served:
-        while cancelled:
-            step += 1
-            cancelled = await cancel_at_step(step, lambda: life(served))
-            await anyio.sleep(6)
-            served.assert_nothing_left()
-            assert not served.programs.state().owners
-    assert step > 15
-
-
-async def test_a_prepare_cancelled_at_any_step_leaves_nothing():
-    step = 0
-    cancelled = True
-
-    async def prepare() -> None:
-        await served.programs.prepare(A, preparing())
-
-    async with serving() as served:
-        while cancelled:
-            step += 1
-            cancelled = await cancel_at_step(step, prepare)
-            if cancelled:
-                await served.settle()
-                served.assert_nothing_left()
-        await served.programs.release(A)
-    assert step > 5
-
-
-async def test_a_release_cancelled_at_any_step_is_completed_all_the_same():
-    async with serving(FakeBackend(stop_s=1)) as served:
-        for step in range(1, 12):
-            await served.programs.prepare(A, preparing())
-            with anyio.move_on_after(100):
-                await cancel_at_step(step, lambda: served.programs.release(A))
-            await served.settle()
-            served.assert_nothing_left()
-
-
-async def test_a_server_cancelled_at_any_step_leaves_nothing():
-    backend, hosts = FakeBackend(), FakeHosts()
-
-    async def serve_and_live() -> None:
-        async with open_programs(config(), backend, hosts, Edge(Secrets({}), 16384)) as programs:
-            await life(Served(programs, backend, hosts))
-
-    step = 0
-    cancelled = True
-    while cancelled:
-        step += 1
-        cancelled = await cancel_at_step(step, serve_and_live)
-        assert not backend.live
-        assert not hosts.host.programs
-    assert step > 15
