@@ -1,15 +1,18 @@
 """Try an environment in this process, without server or worker: for its author's own tests.
 
-async with so_test(Ledger, LedgerTask(...), sandbox) as program:
+async with so_test(Ledger, LedgerTask(...)) as program:
     result = await program.call("bash", {"command": "ls"})
     assert await program.reward(answer="42") == 1.0
 """
 
 import json
+import tempfile
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import anyio
 from pydantic import BaseModel, JsonValue
 
 from sostenuto.envs.declaration import declaration
@@ -17,7 +20,8 @@ from sostenuto.envs.environment import Environment, GivenSecrets
 from sostenuto.envs.program import Program, start
 from sostenuto.envs.registry import LoadedEnvironment
 from sostenuto.envs.verdict import Verdict
-from sostenuto.sandbox.protocol import Sandbox
+from sostenuto.sandbox.choose import choose_backend
+from sostenuto.sandbox.protocol import Blueprint, Sandbox
 from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import Episode, Message, StopReason, ToolCall, ToolResult
 
@@ -73,17 +77,36 @@ async def so_test(
     secrets: Mapping[str, str] | None = None,
     **options: JsonValue,
 ) -> AsyncGenerator[Trial]:
-    """Prepare one program of the environment; it is closed when the block is left."""
-    declaration(environment)
-    program = await start(
-        "trial",
-        LoadedEnvironment(environment, options),
-        task.model_dump_json().encode(),
-        seed=seed,
-        secrets=GivenSecrets(secrets or {}),
-        sandbox=sandbox,
-    )
-    try:
+    """Prepare one program of the environment; it is closed when the block is left.
+
+    An environment that declares a sandbox gets the one that is given, else a real one of its own.
+    """
+    async with AsyncExitStack() as stack:
+        blueprint = declaration(environment).blueprint()
+        if blueprint is not None and sandbox is None:
+            sandbox = await stack.enter_async_context(_own_sandbox(blueprint))
+        program = await start(
+            "trial",
+            LoadedEnvironment(environment, options),
+            task.model_dump_json().encode(),
+            seed=seed,
+            secrets=GivenSecrets(secrets or {}),
+            sandbox=sandbox,
+        )
+        stack.push_async_callback(program.close)
         yield Trial(program, await program.reset(TRIAL_S), seed)
-    finally:
-        await program.close()
+
+
+@asynccontextmanager
+async def _own_sandbox(blueprint: Blueprint) -> AsyncGenerator[Sandbox]:
+    """The best sandbox that works here, in a folder that goes with it."""
+    with tempfile.TemporaryDirectory(prefix="sostenuto-trial-") as folder:
+        root = Path(folder)
+        # Sandboxes may run as another user, who has to reach their workspace.
+        root.chmod(0o711)  # noqa: ASYNC240
+        sandbox = await (await choose_backend(root)).start("trial", blueprint)
+        try:
+            yield sandbox
+        finally:
+            with anyio.CancelScope(shield=True):
+                await sandbox.stop()
