@@ -78,7 +78,7 @@ class Evaluation:
 def _refuse_no_score(done: list[Trajectory]) -> None:
     if all(trajectory.reward is None for trajectory in done):
         raise NothingScored(
-            f"all {len(done)} programs of an evaluation failed, the first as: {done[0].outcome}"
+            f"all {len(done)} programs of an evaluation failed, the last as: {done[-1].outcome}"
         )
 
 
