@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from pydantic import Field, JsonValue, model_validator
-from sostenuto.runtime.models import resolve_model
 
 from sostenuto.envs.declaration import declaration
 from sostenuto.envs.environment import Environment
@@ -28,6 +27,7 @@ from sostenuto.envs.task import Tasks
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig, Section, load_toml
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, WarmStart
+from sostenuto.runtime.models import resolve_model
 from sostenuto.trainer.settings import GRPO, LearnerSettings
 from sostenuto.types import Limits
 

@@ -42,6 +42,7 @@ Reply = TypeVar("Reply", bound=BaseModel)
 
 _STOP_S = 5.0
 _LOG_LINES = 12
+_MOMENTS, _MOMENT_S = 10, 0.05
 
 
 class EngineClient:
@@ -138,11 +139,19 @@ class EngineClient:
             remedy = "look into its log, or allow it more time"
             raise EngineError(f"{self._where(route)}: no answer within {limit_s:g} s; {remedy}") from exc
         except (aiohttp.ClientError, OSError) as exc:
-            reason = self._diagnose() or f"{type(exc).__name__}: {exc}; is the engine running?"
+            reason = await self._reason() or f"{type(exc).__name__}: {exc}; is the engine running?"
             raise EngineError(f"{self._where(route)}: {reason}") from exc
         if response.status != 200:
             raise EngineError(f"{self._where(route)}: {_refusal(response.status, content)}")
         return content
+
+    async def _reason(self) -> str:
+        """What is known of the process; its connection ends a moment before its exit status is known."""
+        for _ in range(_MOMENTS):
+            if reason := self._diagnose():
+                return reason
+            await anyio.sleep(_MOMENT_S)
+        return ""
 
     def _read(self, reply: type[Reply], content: bytes) -> Reply:
         try:

@@ -1,7 +1,8 @@
 """What a job leaves for later eyes: TensorBoard scalars and the reward curve as a picture."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,26 @@ from sostenuto.runtime.jobs.workshop import Say
 
 @contextmanager
 def tensorboard(folder: Path) -> Generator[Say]:
-    """Write scalars of every step and evaluation under `folder` while the block runs."""
+    """Write scalars of every step and evaluation under `folder`, which is made with the first of them."""
     try:
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingTypeStubs]
     except ModuleNotFoundError as error:
         raise Unsupported(f"jobs need {error.name}: pip install 'sostenuto[train]'") from error
 
-    writer: Any = SummaryWriter(str(folder))
+    with ExitStack() as stack:
 
-    def say(event: JobEvent) -> None:
-        if isinstance(event, StepTrained | Evaluated):
-            for name, value in _scalars(event).items():
-                writer.add_scalar(name, value, global_step=event.step)
+        @cache
+        def writer() -> Any:  # noqa: ANN401 - the library has no types
+            made: Any = SummaryWriter(str(folder))
+            stack.callback(made.close)
+            return made
 
-    try:
+        def say(event: JobEvent) -> None:
+            if isinstance(event, StepTrained | Evaluated):
+                for name, value in _scalars(event).items():
+                    writer().add_scalar(name, value, global_step=event.step)
+
         yield say
-    finally:
-        writer.close()
 
 
 def _scalars(event: StepTrained | Evaluated) -> dict[str, float]:

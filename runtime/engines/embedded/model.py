@@ -119,11 +119,15 @@ def _weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreT
     if not any(folder.glob("*.safetensors")):
         raise _refused("no *.safetensors", folder, "save the weights as safetensors into the model folder")
     try:
-        module, missing = read_weights(folder, config, dtype, attention.NAME)
+        module, missing, other = read_weights(folder, config, dtype, attention.NAME)
     except ValueError as exc:
         raise _refused(f"{config.model_type} cannot be served: {_first_line(exc)}", folder, _KNOWN) from exc
     except (RuntimeError, OSError, SafetensorError) as exc:
         raise _refused(f"weights do not fit the configuration: {_first_line(exc)}", folder, _AGAIN) from exc
+    if other:
+        raise _refused(
+            f"weights do not fit the configuration: {other[0]} ({len(other)} such)", folder, _AGAIN
+        )
     if missing:
         raise _refused(f"weights lack {', '.join(missing[:3])} ({len(missing)} in all)", folder, _AGAIN)
     return module

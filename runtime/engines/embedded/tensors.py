@@ -39,13 +39,16 @@ def context_tokens(config: PreTrainedConfig) -> int | None:
 
 def read_weights(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, attention: str
-) -> tuple[PreTrainedModel, list[str]]:
-    """The model, and the parameters that the files lack."""
+) -> tuple[PreTrainedModel, list[str], list[str]]:
+    """The model, the parameters that the files lack, and those that have another shape there."""
     module, report = cast("Any", AutoModelForCausalLM).from_pretrained(
         folder, config=config, dtype=dtype, attn_implementation=attention, use_safetensors=True,
-        local_files_only=True, output_loading_info=True,
+        local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
     )  # fmt: skip
-    return module, sorted(report["missing_keys"])
+    other = [
+        f"{name} is {tuple(there)}, not {tuple(asked)}" for name, there, asked in report["mismatched_keys"]
+    ]
+    return module, sorted(report["missing_keys"]), sorted(other)
 
 
 def output_rows(module: PreTrainedModel) -> int:
