@@ -99,7 +99,8 @@ class GroupSupply:
             taken = self._buffer.take(self._job.groups_per_step, self._deployed(), self._job.max_staleness)
             self._drop(taken.dropped)
             if taken.batch:
-                self._learning = len(taken.batch)
+                # The whole batch raises the version by one, also where some of it is skipped.
+                self._learning = self._job.groups_per_step
                 self._in_hand = taken.batch
                 self._steps += 1
                 return Batch(taken.batch, taken.skipped)
