@@ -1,0 +1,147 @@
+"""Groups in flight, on virtual time: never too stale, never wasted, always accounted for."""
+
+import random
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import anyio
+import pytest
+from pydantic import BaseModel
+
+from fakes import FakeEngine, FakeRenderer, FakeTools
+from sostenuto.envs.environment import Environment
+from sostenuto.errors import SostenutoError, lone_error
+from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
+from sostenuto.runtime.jobs.events import Dropped, JobEvent, Stalled
+from sostenuto.runtime.jobs.job import RLJob
+from sostenuto.runtime.jobs.supply import GroupSupply
+from sostenuto.runtime.journal import Journal
+from sostenuto.runtime.ledger import Ledger
+from sostenuto.runtime.rollouts import Rollouts
+from sostenuto.scheduler.scheduler import SchedulerSettings
+from sostenuto.tools.wire import Reward
+from sostenuto.trainer.publication.manifest import Manifest
+from sostenuto.trainer.settings import GRPO
+from sostenuto.types import CallId, EngineId, Episode, ProgramId, ToolCall, ToolResult
+
+pytestmark = pytest.mark.looptime
+
+
+class Number(BaseModel):
+    number: int
+
+
+class Counting(Environment[Number]):
+    """Never run: the fake tool server stands for it."""
+
+    async def reset(self, task: Number) -> str:
+        return str(task.number)
+
+    async def reward(self, episode: Episode) -> float:
+        return float(episode.turns)
+
+
+@dataclass
+class Uneven(FakeTools):
+    """Calls that take very different times; half of the groups have equal rewards."""
+
+    longest_s: float = 60.0
+    noise: random.Random = field(default_factory=lambda: random.Random(3))
+
+    async def call(
+        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float
+    ) -> ToolResult:
+        self.call_s = self.noise.random() ** 3 * self.longest_s
+        return await super().call(program_id, call_id, call, timeout_s=timeout_s)
+
+    async def reward(
+        self, program_id: ProgramId, call_id: CallId, episode: Episode, *, timeout_s: float
+    ) -> Reward:
+        group, member = (int(part) for part in program_id.split("-")[-2:])
+        value = float(member % 2) if group % 2 else 1.0
+        return Reward(value=value, elapsed_s=0)
+
+
+@dataclass
+class Course:
+    """A job whose trainer takes `learn_s` a step."""
+
+    job: RLJob
+    learn_s: float
+    ledger: Ledger = field(default_factory=Ledger)
+    said: list[JobEvent] = field(default_factory=list[JobEvent])
+    staleness: list[int] = field(default_factory=list[int])
+
+    async def run(self, tools: FakeTools) -> None:
+        engine = FakeEngine(("!look a", "done"), kv_tokens=4000, concurrency=16)
+        with closing(sqlite3.connect(":memory:")) as connection:
+            settings = SchedulerSettings(live_programs=64)
+            engines = {EngineId("e"): engine}
+            async with open_dispatcher(settings, engines, tools, FakeRenderer()) as dispatcher:
+                rollouts = Rollouts(dispatcher, self.ledger, Journal(connection))
+                await self._train(dispatcher, rollouts)
+
+    async def _train(self, dispatcher: Dispatcher, rollouts: Rollouts) -> None:
+        supply = GroupSupply(self.job, rollouts, lambda: dispatcher.version, self.said.append)
+        async with anyio.create_task_group() as generation:
+            generation.start_soon(supply.generate)
+            for _ in range(self.job.steps):
+                batch = await supply.take()
+                deployed = dispatcher.version
+                self.staleness += [member.staleness(deployed) for member in batch.members]
+                await anyio.sleep(self.learn_s)
+                supply.trained(batch)
+                manifest = Manifest(version=str(deployed.next()), path="/none", nbytes=0, tensors=())
+                await dispatcher.publish(manifest)
+                supply.deployed()
+            generation.cancel_scope.cancel()
+        supply.close("job_over")
+
+
+def job(*, staleness: int, tasks: int = 1000, steps: int = 12) -> RLJob:
+    return RLJob(
+        env=Counting,
+        model=".",
+        tasks=[Number(number=n) for n in range(tasks)],
+        steps=steps,
+        groups_per_step=4,
+        max_staleness=staleness,
+        algorithm=GRPO(group_size=4),
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("learn_s", [1.0, 200.0])
+async def test_finished_work_is_used_within_the_bound_whatever_it_took(staleness: int, learn_s: float):
+    course = Course(job(staleness=staleness), learn_s)
+    await course.run(Uneven())
+    assert max(course.staleness) <= staleness
+    assert {event.reason for event in course.said if isinstance(event, Dropped)} <= {"no_signal", "job_over"}
+    statistics = course.ledger.statistics()
+    assert statistics.closes
+    assert (statistics.running, statistics.sealed) == (0, 0)
+    assert set(statistics.outcomes) <= {
+        "trained",
+        "dropped(no_signal)",
+        "dropped(job_over)",
+        "cancelled(user)",
+    }
+
+
+async def test_a_trainer_that_waits_long_is_told_for_whom():
+    course = Course(job(staleness=0, steps=1), 1.0)
+    await course.run(Uneven(longest_s=300.0))
+    stalled = [event for event in course.said if isinstance(event, Stalled)]
+    assert stalled
+    assert all(event.programs for event in stalled)
+
+
+async def test_programs_that_all_fail_end_the_job_with_their_reason():
+    course = Course(job(staleness=1), 1.0)
+    with (
+        pytest.raises(SostenutoError, match=r"in a row failed, the last ones as: failed\(environment"),
+        lone_error(),
+    ):
+        await course.run(Uneven(prompt="x" * 5000))
+    assert course.ledger.statistics().closes
