@@ -8,9 +8,10 @@
 
 import hashlib
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import islice
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -75,9 +76,9 @@ def _stream(seed: str) -> Iterator[SumTask]:
 
 def _chunk(seed: int) -> Any:  # noqa: ANN401 - the collection has no types of its own
     try:
-        import reasoning_gym  # pyright: ignore[reportMissingTypeStubs]
+        collection: Any = import_module("reasoning_gym")
     except ImportError as error:
         raise ConfigError(
             f"tasks: reasoning-gym cannot be imported ({error}); pip install 'sostenuto[examples]'"
         ) from error
-    return cast("Any", reasoning_gym).create_dataset("chain_sum", seed=seed, size=_CHUNK)
+    return collection.create_dataset("chain_sum", seed=seed, size=_CHUNK)
