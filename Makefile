@@ -10,7 +10,7 @@ quickstart: $(STAMP)
 	$(BIN)/sostenuto quickstart
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -rs
 
 check: $(STAMP)
 	$(BIN)/ruff check .
