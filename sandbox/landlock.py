@@ -49,7 +49,9 @@ class LandlockBackend:
         if _changes_user():
             kinds.append("a user of its own")
         else:
-            kinds.append("chmod and chown are refused")
+            kinds.append(
+                "chmod and chown are refused, the number of processes is bounded for the user as a whole"
+            )
         if os.geteuid() == 0 and not _changes_user():
             kinds.append("the number of processes is not limited: they are root")
         return ", ".join(kinds)

@@ -54,6 +54,16 @@ def is_alive(pid: int, started_ticks: int) -> bool:
     return start_ticks(pid) == started_ticks
 
 
+def tasks_of_user(uid: int) -> int:
+    """Threads of all processes of a user, which is what RLIMIT_NPROC counts."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - names are all that is needed
+        with suppress(*_GONE):
+            if os.stat(f"/proc/{name}").st_uid == uid:  # noqa: PTH116 - see `_read`
+                count += len(os.listdir(f"/proc/{name}/task"))  # noqa: PTH208
+    return count
+
+
 def children(pid: int) -> list[int]:
     found: list[int] = []
     with suppress(*_GONE):

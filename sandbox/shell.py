@@ -39,15 +39,19 @@ _NOBODY_LISTENS = 126
 """Exit code of a command that was not run, as shells have it."""
 
 
-def guard_script(blueprint: Blueprint, folder: str) -> str:
-    """What the guard runs under `sh -c`; shells start in `folder`."""
+def guard_script(blueprint: Blueprint, folder: str, *, others: int = 0) -> str:
+    """What the guard runs under `sh -c`; shells start in `folder`.
+
+    `others`: tasks outside the sandbox that the system counts against the same limit on processes.
+    """
     limits = blueprint.limits
+    tasks = limits.processes + others
     return (
         f"cd {shlex.quote(folder)} || exit; exec 9>&2 8>&1 2>&1; "
         f"ulimit -c 0; ulimit -t {limits.cpu_s}; ulimit -f {limits.file_bytes // 512}; "
         f"ulimit -n {limits.open_files}; ulimit -v {limits.memory_bytes // 1024}; "
         # The option is -p in dash and busybox, -u in bash.
-        f"ulimit -p {limits.processes} 2>/dev/null || ulimit -u {limits.processes}; "
+        f"ulimit -p {tasks} 2>/dev/null || ulimit -u {tasks}; "
         'while read -r word number; do [ "$word" = go ] || continue; '
         f"{SHELLS[blueprint.shell]}; printf 'exit.%d %d\\n' $number $? >&9; done"
     )

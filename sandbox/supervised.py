@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from sostenuto.sandbox import system
+from sostenuto.sandbox import processes, system
 from sostenuto.sandbox.folders import Folder
 from sostenuto.sandbox.local import Launch
 from sostenuto.sandbox.protocol import Blueprint
@@ -17,6 +17,10 @@ _PROGRAM = (
     "supervise({parent}, Order({argv!r}, {uid}, {landlock_fd}, {seccomp_fd}))"
 )
 """The order is written into the program: Python literals need no parser to be imported."""
+
+
+SHARED_TASKS = 1024
+"""What the user may start elsewhere before a sandbox under the same user feels its limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,17 @@ def supervised_launch(blueprint: Blueprint, folder: Folder, confinement: Confine
     program = _PROGRAM.format(
         path=str(Path(__file__).parents[2]),
         parent=os.getpid(),
-        argv=["/bin/sh", "-c", guard_script(blueprint, str(folder.workspace))],
+        argv=["/bin/sh", "-c", guard_script(blueprint, str(folder.workspace), others=_others(folder))],
         uid=folder.uid,
         landlock_fd=confinement.landlock_fd,
         seccomp_fd=confinement.seccomp_fd,
     )
     argv = [sys.executable, "-I", "-S", "-c", program]
     return Launch(argv, variables, signal.SIGTERM, confinement.descriptors)
+
+
+def _others(folder: Folder) -> int:
+    """Tasks that share the sandbox's limit on processes: it has no namespace, and perhaps no user of its own."""
+    if folder.uid is not None or os.geteuid() == 0:
+        return 0
+    return processes.tasks_of_user(os.geteuid()) + SHARED_TASKS
