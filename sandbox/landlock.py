@@ -49,11 +49,9 @@ class LandlockBackend:
         if _changes_user():
             kinds.append("a user of its own")
         else:
-            kinds.append(
-                "chmod and chown are refused, the number of processes is bounded for the user as a whole"
-            )
-        if os.geteuid() == 0 and not _changes_user():
-            kinds.append("the number of processes is not limited: they are root")
+            kinds.append("chmod and chown are refused")
+            bound = "not limited: they are root" if os.geteuid() == 0 else "limited for the user as a whole"
+            kinds.append(f"the number of processes is {bound}")
         return ", ".join(kinds)
 
     async def probe(self) -> Probe:

@@ -51,7 +51,7 @@ def supervised_launch(blueprint: Blueprint, folder: Folder, confinement: Confine
 
 
 def _others(folder: Folder) -> int:
-    """Tasks that share the sandbox's limit on processes: it has no namespace, and perhaps no user of its own."""
+    """Tasks under the same limit on processes: without a namespace it is the user's, and counts them all."""
     if folder.uid is not None or os.geteuid() == 0:
         return 0
     return processes.tasks_of_user(os.geteuid()) + SHARED_TASKS
