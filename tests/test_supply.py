@@ -13,7 +13,7 @@ from fakes import FakeEngine, FakeRenderer, FakeTools
 from sostenuto.envs.environment import Environment
 from sostenuto.errors import SostenutoError, lone_error
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
-from sostenuto.runtime.jobs.events import Dropped, JobEvent, Stalled
+from sostenuto.runtime.jobs.events import Dropped, JobEvent, NoSignal, Stalled
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.journal import Journal
@@ -135,6 +135,15 @@ async def test_a_trainer_that_waits_long_is_told_for_whom():
     stalled = [event for event in course.said if isinstance(event, Stalled)]
     assert stalled
     assert all(event.programs for event in stalled)
+
+
+async def test_a_batch_without_any_signal_is_told_and_another_is_sampled():
+    course = Course(job(staleness=1), 1.0)
+    with anyio.move_on_after(200):
+        await course.run(FakeTools(call_s=1.0))
+    told = {(event.groups, event.reward) for event in course.said if isinstance(event, NoSignal)}
+    assert told == {(4, 1.0)}
+    assert course.ledger.statistics().outcomes["dropped(no_signal)"] > 32
 
 
 async def test_programs_that_all_fail_end_the_job_with_their_reason():

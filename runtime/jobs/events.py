@@ -89,6 +89,15 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class NoSignal:
+    """In every group of a whole batch the rewards were equal: nothing to learn from, another is sampled."""
+
+    groups: int
+    reward: float
+    """Mean over their programs."""
+
+
+@dataclass(frozen=True, slots=True)
 class Quarantined:
     """A task that failed for infrastructure reasons too often to be tried again."""
 
@@ -157,6 +166,7 @@ JobEvent = (
     | Evaluated
     | StepTrained
     | Dropped
+    | NoSignal
     | Quarantined
     | Stalled
     | Saved

@@ -19,7 +19,7 @@ from sostenuto.envs.task import Draw
 from sostenuto.errors import ConfigError, SostenutoError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.drive import ProgramSpec
-from sostenuto.runtime.jobs.events import Dropped, JobEvent, Quarantined, Stalled
+from sostenuto.runtime.jobs.events import Dropped, JobEvent, NoSignal, Quarantined, Stalled
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.seeds import seed_of
 from sostenuto.runtime.rollouts import Rollouts
@@ -105,6 +105,7 @@ class GroupSupply:
                 self._steps += 1
                 return Batch(taken.batch, taken.skipped)
             if taken.skipped:
+                self._say(_no_signal(taken.skipped))
                 self._notify()
                 continue
             self._refuse_to_wait_for_ever()
@@ -240,6 +241,11 @@ class GroupSupply:
 
 class NothingComes(SostenutoError):  # noqa: N818 - reads as the fact it states
     """Programs fail one after the other: there is nothing to learn from."""
+
+
+def _no_signal(groups: tuple[ReadyGroup, ...]) -> NoSignal:
+    rewards = [member.reward or 0.0 for group in groups for member in group.members]
+    return NoSignal(len(groups), sum(rewards) / len(rewards))
 
 
 class TasksExhausted(SostenutoError):  # noqa: N818 - reads as the fact it states

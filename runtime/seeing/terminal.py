@@ -14,6 +14,7 @@ from sostenuto.runtime.jobs.events import (
     JobEvent,
     JobResult,
     JobStarted,
+    NoSignal,
     Quarantined,
     Saved,
     Stalled,
@@ -96,6 +97,11 @@ class Terminal:
                 )
             case Dropped(reason, programs, detail) if reason not in _EXPECTED:
                 self._line(escape(f"{programs} programs dropped: {reason} {detail}"))
+            case NoSignal(groups, reward):
+                self._line(
+                    f"[yellow]nothing to learn from: in each of {groups} groups all rewards are equal "
+                    f"(mean {reward:.2f}); sampling others[/]"
+                )
             case Quarantined(task_id):
                 self._line(
                     f"[yellow]task {escape(task_id)} is quarantined: infrastructure fails it every time[/]"
