@@ -63,13 +63,6 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Renewed:
-    """The program is alive; its lease begins anew."""
-
-    program_id: ProgramId
-
-
-@dataclass(frozen=True, slots=True)
 class EngineJoined:
     engine_id: EngineId
     version: Version
@@ -114,7 +107,7 @@ class Tick:
     """Time has passed; `Scheduler.wake_at_s` says when one is due."""
 
 
-ProgramEvent = Prepared | TurnEnded | ToolReturned | Answered | Finished | Renewed
+ProgramEvent = Prepared | TurnEnded | ToolReturned | Answered | Finished
 EngineEvent = EngineJoined | EngineLost | PublicationBegun | UpdateStaged | UpdateCommitted | UpdateFailed
 Event = Submitted | Tick | ProgramEvent | EngineEvent
 

@@ -32,7 +32,6 @@ from sostenuto.scheduler.actions import (
     ProgramEvent,
     PublicationBegun,
     Refuse,
-    Renewed,
     Submitted,
     Tick,
     ToolReturned,
@@ -169,8 +168,6 @@ class Scheduler:
                 self._begin_scoring(program, now_s)
             case Finished():
                 self._finish(program, now_s)
-            case Renewed():
-                pass
             case _:
                 assert_never(event)
 

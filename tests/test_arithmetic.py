@@ -120,8 +120,7 @@ async def test_what_is_wrong_with_code_is_an_observation(kind: str):
 async def test_code_that_is_no_text_is_refused_and_code_cannot_reach_the_shell():
     async with trial_in("bubblewrap") as trial:
         refused = await trial.call("python", '{"code": "\\ud800"}')
-        assert refused.status is not ToolStatus.ENVIRONMENT_FAILURE
-        assert refused.status.is_observation
+        assert refused.status in {ToolStatus.INVALID_ARGUMENTS, ToolStatus.OK, ToolStatus.TOOL_ERROR}
         quoted = """'; echo leaked; '$(echo leaked)`echo leaked`"""
         assert "SyntaxError" in await run(trial, quoted)
         assert await run(trial, f"len({json.dumps(quoted)})") == str(len(quoted))

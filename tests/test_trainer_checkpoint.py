@@ -8,7 +8,7 @@ from sostenuto.errors import ConfigError, TrainerError
 from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import load_policy
-from sostenuto.trainer.retention import checkpoints, latest_checkpoint, replacing
+from sostenuto.trainer.retention import checkpoints, replacing
 from sostenuto.trainer.settings import GRPO, SFT
 from sostenuto.types import Version
 from trainer_world import V0, learner, random_samples, write_model
@@ -73,13 +73,11 @@ def test_a_checkpoint_is_a_hugging_face_folder_with_tokenizer_and_template(tmp_p
         assert torch.equal(value, again[name]), name
 
 
-def test_only_the_newest_checkpoints_are_kept_and_the_latest_is_found(tmp_path: Path, folder: Path):
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, folder: Path):
     subject = learner(folder, keep_checkpoints=2)
     for number in (8, 9, 10):
         save_checkpoint(subject, tmp_path, Version(0, number), source=folder)
     assert [version for version, _ in checkpoints(tmp_path)] == [Version(0, 9), Version(0, 10)]
-    assert latest_checkpoint(tmp_path) == tmp_path / "version-0.10"
-    assert latest_checkpoint(tmp_path / "version-0.9") is None
 
 
 def test_a_save_that_breaks_leaves_the_old_checkpoint_and_no_part(tmp_path: Path):

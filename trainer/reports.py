@@ -58,14 +58,6 @@ class StepReport:
     refused: str = ""
     """Why the weights were left as they were; empty for a step that counts."""
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.elapsed_s if self.elapsed_s else 0.0
-
-    @property
-    def tokens_per_cpu_s(self) -> float:
-        return self.tokens / self.cpu_s if self.cpu_s else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Exactness:

@@ -27,12 +27,6 @@ def checkpoints(root: Path) -> list[tuple[Version, Path]]:
     return sorted(found)
 
 
-def latest_checkpoint(root: Path) -> Path | None:
-    """The newest complete one."""
-    found = checkpoints(root)
-    return found[-1][1] if found else None
-
-
 def retain(root: Path, keep: int) -> list[Path]:
     """Remove all but the newest `keep`, and what broken saves have left; return what was removed."""
     removed = [path for _, path in checkpoints(root)[:-keep]]

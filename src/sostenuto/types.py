@@ -154,11 +154,6 @@ class ToolStatus(StrEnum):
     ENVIRONMENT_FAILURE = "environment_failure"
     INFRASTRUCTURE_FAILURE = "infrastructure_failure"
 
-    @property
-    def is_observation(self) -> bool:
-        """Whether the text goes back to the policy."""
-        return self not in {ToolStatus.ENVIRONMENT_FAILURE, ToolStatus.INFRASTRUCTURE_FAILURE}
-
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
