@@ -15,11 +15,12 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectSendStream
 
-from sostenuto.errors import EngineError, ProgramError, boundary
+from sostenuto.errors import EngineError, InvalidTransition, ProgramError, boundary
 from sostenuto.records import Trajectory, validate
-from sostenuto.runtime.drive import Drive, Grant, ProgramSpec, Surroundings, Timeouts, ToolServer
+from sostenuto.runtime.drive import Drive, Grant, Surroundings
 from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.engines.wire import Capabilities
+from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.publishing import Publication, Publishing, UpdatePolicy
 from sostenuto.runtime.rendering.renderer import Renderer
 from sostenuto.scheduler.actions import (
@@ -30,10 +31,13 @@ from sostenuto.scheduler.actions import (
     Evict,
     Expire,
     Finished,
+    MoveSandbox,
+    Offload,
     Prepare,
     Refuse,
     Submitted,
     Tick,
+    TurnAway,
 )
 from sostenuto.scheduler.scheduler import Scheduler, SchedulerSettings
 from sostenuto.trainer.publication.manifest import Manifest
@@ -150,12 +154,15 @@ class Dispatcher:
 
     def _start(self, action: Action) -> None:
         match action:
-            case Prepare() | Decode() | Refuse():
+            case Prepare() | Decode() | Refuse() | TurnAway():
                 self._seats[action.program_id].grants.send_nowait(action)
             case Evict(program_id, engine_id):
                 self._running.start_soon(self._engines[engine_id].release, program_id)
             case Expire(program_id):
                 self._seats[program_id].scope.cancel()
+            case Offload() | MoveSandbox():
+                # Asked for only of an engine with a lower tier and of a tool server with stated limits.
+                raise InvalidTransition(f"nothing here can carry out {action}")
             case _:
                 self._publishing.start(action)
 

@@ -9,16 +9,22 @@ Invariants:
 import logging
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import anyio
-from pydantic import JsonValue
 
-from sostenuto.errors import EnvironmentFailure, PolicyError, ProgramError, ToolServerError, lone_error
+from sostenuto.errors import (
+    EnvironmentFailure,
+    Overloaded,
+    PolicyError,
+    ProgramError,
+    ToolServerError,
+    lone_error,
+)
 from sostenuto.records import Trajectory
 from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.engines.wire import FinishReason, GenerateReply, GenerateRequest, Sampling
+from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.rendering.conversation import Conversation
 from sostenuto.runtime.rendering.renderer import Renderer, Turn
 from sostenuto.scheduler.actions import (
@@ -29,20 +35,16 @@ from sostenuto.scheduler.actions import (
     Prepared,
     Refuse,
     ToolReturned,
+    TurnAway,
     TurnEnded,
 )
 from sostenuto.scheduler.kv import Footprint
-from sostenuto.tools.wire import EnvironmentRef, Reward, ToolSchema
-from sostenuto.tools.wire import Prepared as EnvironmentReady
+from sostenuto.tools.wire import Reward, ToolSchema
 from sostenuto.types import (
     CallId,
     EngineId,
     Episode,
-    GroupId,
-    Limits,
     Message,
-    ProgramId,
-    Purpose,
     StopReason,
     ToolCall,
     ToolResult,
@@ -50,61 +52,7 @@ from sostenuto.types import (
     Usage,
 )
 
-
-class ToolServer(Protocol):
-    """What a program needs of the tool server."""
-
-    async def prepare(
-        self,
-        program_id: ProgramId,
-        environment: EnvironmentRef,
-        task: dict[str, JsonValue],
-        *,
-        seed: int,
-        timeout_s: float,
-    ) -> EnvironmentReady: ...
-
-    async def call(
-        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float
-    ) -> ToolResult: ...
-
-    async def reward(
-        self, program_id: ProgramId, call_id: CallId, episode: Episode, *, timeout_s: float
-    ) -> Reward: ...
-
-    async def release(self, program_id: ProgramId) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramSpec:
-    """Everything that one program is started with."""
-
-    id: ProgramId
-    group_id: GroupId
-    task_id: str
-    purpose: Purpose
-    environment: EnvironmentRef
-    task: dict[str, JsonValue]
-    limits: Limits = field(default_factory=Limits)
-    temperature: float = 1.0
-    seed: int = 0
-    """Of the sampling noise."""
-    environment_seed: int = 0
-    """The same for all members of a group."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Deadlines of the parts of a program that are not its own turns."""
-
-    prepare_s: float = 120.0
-    reward_s: float = 60.0
-    call_margin_s: float = 15.0
-    """Beyond a tool's own deadline, before the tool server counts as broken."""
-    release_s: float = 15.0
-
-
-Grant = Prepare | Decode | Refuse
+Grant = Prepare | Decode | Refuse | TurnAway
 
 _REWARD = CallId("reward")
 
@@ -188,7 +136,12 @@ class Drive:
 
     async def _prepare(self) -> None:
         """Make the environment and render the prompt; EnvironmentFailure when that alone is too much."""
-        await self._granted()
+        grant = await self._granted()
+        if isinstance(grant, TurnAway):
+            raise Overloaded(
+                f"too many programs wait for an environment; submit it again in {grant.retry_after_s:.0f} s, "
+                "or raise scheduler.queue_limit"
+            )
         began_s = anyio.current_time()
         self._needs_release = True
         ready = await self._around.tools.prepare(

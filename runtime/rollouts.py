@@ -12,9 +12,9 @@ import anyio
 from sostenuto.errors import Blame
 from sostenuto.records import Trajectory
 from sostenuto.runtime.dispatcher import Dispatcher
-from sostenuto.runtime.drive import ProgramSpec
 from sostenuto.runtime.journal import Journal, ProgramEnded, ProgramSealed, ProgramSubmitted
 from sostenuto.runtime.ledger import Ledger
+from sostenuto.runtime.program import ProgramSpec
 from sostenuto.types import Outcome, OutcomeKind, ProgramId, Purpose
 
 JOB_FAILED = "job_failed"

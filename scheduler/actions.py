@@ -4,11 +4,24 @@ Events say what happened; actions say what the shell has to do.  Both are closed
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from sostenuto.scheduler.kv import Footprint
-from sostenuto.types import EngineId, ProgramId, Version
+from sostenuto.types import EngineId, GroupId, ProgramId, Version
 
 # ---- events ----
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxClaim:
+    """What a program's sandbox takes of its tool server while it runs."""
+
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    cpus: float = 0.0
+
+
+NO_CLAIM = SandboxClaim()
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +30,12 @@ class Submitted:
 
     program_id: ProgramId
     lease_s: float
+    group: GroupId | None = None
+    """Its group is complete when `group_size` programs of it have finished."""
+    group_size: int = 1
+    trainable_until: Version | None = None
+    """The newest deployed version under which its record can still be trained; None: no such limit."""
+    sandbox: SandboxClaim = NO_CLAIM
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +49,27 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnCost:
+    """What the engine did for one turn."""
+
+    prefilled_tokens: int
+    prefill_s: float
+    generated_tokens: int
+    decode_s: float
+    queue_s: float = 0.0
+    """In the engine's own queue, before the first token was prefilled."""
+
+
+@dataclass(frozen=True, slots=True)
 class TurnEnded:
     """Decoding stopped because the policy asked for a tool; KV is held."""
 
     program_id: ProgramId
     turn: int
     footprint: Footprint
+    tool: str = ""
+    """Whose return is waited for; of several at once, the slowest by experience is the caller's choice."""
+    cost: TurnCost | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +97,41 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Heard:
+    """The program's client is alive: its lease begins anew."""
+
+    program_id: ProgramId
+
+
+@dataclass(frozen=True, slots=True)
 class EngineJoined:
     engine_id: EngineId
     version: Version
-    kv_tokens: int
+    kv_tokens: int | None
+    """None: the engine does not say, and the cap is found from its behaviour."""
     concurrency: int
     block_tokens: int = 1
+    prefill_tokens_s: float | None = None
+    """None: not known yet; learned from the cost of turns."""
+    host_tokens: int = 0
+    """Of its lower tier; 0: it has none."""
+    host_tokens_s: float = 0.0
+    """Tokens a second that come back from the lower tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoaded:
+    """What an engine says of itself now and then."""
+
+    engine_id: EngineId
+    waiting: int
+    """Requests in its own queue."""
+    used_share: float | None = None
+    """Of its KV pool, by requests that run; None when it does not say."""
+    hit_rate: float | None = None
+    """Of prompt tokens since the last report."""
+    preemptions: int = 0
+    """Since it started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +166,51 @@ class UpdateFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolServerJoined:
+    """What the tool server can give to sandboxes; None: it sets no limit."""
+
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    cpus: float | None = None
+
+
+class SandboxRung(StrEnum):
+    """How much of a sandbox is kept.  Each rung down frees more and costs more to come back from."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    """Frees CPU."""
+    RECLAIMED = "reclaimed"
+    """Frees memory, too: paged out."""
+    SNAPSHOTTED = "snapshotted"
+    """Frees all but its disk: it is started anew from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxMoved:
+    """A sandbox reached a rung, and how long that took."""
+
+    program_id: ProgramId
+    rung: SandboxRung
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; `Scheduler.wake_at_s` says when one is due."""
 
 
-ProgramEvent = Prepared | TurnEnded | ToolReturned | Answered | Finished
-EngineEvent = EngineJoined | EngineLost | PublicationBegun | UpdateStaged | UpdateCommitted | UpdateFailed
-Event = Submitted | Tick | ProgramEvent | EngineEvent
+ProgramEvent = Prepared | TurnEnded | ToolReturned | Answered | Finished | Heard | SandboxMoved
+EngineEvent = (
+    EngineJoined
+    | EngineLoaded
+    | EngineLost
+    | PublicationBegun
+    | UpdateStaged
+    | UpdateCommitted
+    | UpdateFailed
+)
+Event = Submitted | Tick | ProgramEvent | EngineEvent | ToolServerJoined
 
 # ---- actions ----
 
@@ -136,6 +237,30 @@ class Evict:
 
     program_id: ProgramId
     engine_id: EngineId
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Move the program's KV to the engine's lower tier; it comes back with the next Decode there."""
+
+    program_id: ProgramId
+    engine_id: EngineId
+
+
+@dataclass(frozen=True, slots=True)
+class MoveSandbox:
+    """Bring the program's sandbox to this rung.  RUNNING: before its next tool call."""
+
+    program_id: ProgramId
+    rung: SandboxRung
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAway:
+    """Too much waits already: the program is not taken in, and may be submitted again later."""
+
+    program_id: ProgramId
+    retry_after_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +313,6 @@ class Quarantine:
     reason: str
 
 
-ProgramAction = Prepare | Decode | Evict | Refuse | Expire
+ProgramAction = Prepare | Decode | Evict | Offload | MoveSandbox | TurnAway | Refuse | Expire
 UpdateAction = StageUpdate | CommitUpdate | Opened | PublicationFailed | Quarantine
 Action = ProgramAction | UpdateAction

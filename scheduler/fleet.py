@@ -3,9 +3,14 @@
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Self
 
+from sostenuto.scheduler.actions import EngineJoined
 from sostenuto.scheduler.kv import KvLedger
 from sostenuto.types import EngineId, ProgramId
+
+UNKNOWN_TOKENS = 1 << 62
+"""The pool of an engine that does not say how large it is."""
 
 Entry = tuple[int, ProgramId]
 """(age rank, program): the older program has the smaller rank."""
@@ -51,6 +56,11 @@ class EngineSeat:
     acting: dict[ProgramId, None] = field(default_factory=dict[ProgramId, None])
     """In the order in which they began to act."""
     ready: AgeQueue = field(default_factory=AgeQueue)
+
+    @classmethod
+    def joined(cls, event: EngineJoined) -> Self:
+        tokens = UNKNOWN_TOKENS if event.kv_tokens is None else event.kv_tokens
+        return cls(event.engine_id, KvLedger(tokens, block_tokens=event.block_tokens), event.concurrency)
 
     @property
     def free_slots(self) -> int:

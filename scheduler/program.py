@@ -1,14 +1,31 @@
 """What the scheduler keeps of one program, and what it shows of all."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
+from sostenuto.scheduler.actions import NO_CLAIM, SandboxClaim, Submitted
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.scheduler.lifecycle import Phase
-from sostenuto.types import EngineId, ProgramId
+from sostenuto.types import EngineId, GroupId, ProgramId, Version
 
 _NOTHING = Footprint(0)
-_NEVER = float("inf")
+NEVER = float("inf")
+
+
+class Reason(StrEnum):
+    """What a program waits for.  The list is closed."""
+
+    KV = "kv"
+    SLOTS = "slots"
+    """A place among those that decode together."""
+    SANDBOX = "sandbox"
+    """Its environment, or room for it on the tool server."""
+    VERSION = "version"
+    """No engine with a verified version takes requests."""
+    TOOL = "tool"
+    ORDER = "order"
+    """There is room, and it is another's turn first."""
 
 
 @dataclass(slots=True)
@@ -17,20 +34,58 @@ class Program:
 
     id: ProgramId
     rank: int
+    """By order of submission."""
     lease_s: float
-    expires_s: float = _NEVER
+    group: GroupId | None = None
+    group_size: int = 1
+    trainable_until: Version | None = None
+    sandbox: SandboxClaim = NO_CLAIM
+    submitted_s: float = 0.0
+    expires_s: float = NEVER
     """A queued program holds nothing and needs no lease."""
     phase: Phase = Phase.QUEUED
     since_s: float = 0.0
+    """When its phase began."""
+    acting_since_s: float = 0.0
+    """When its last tool call began."""
     turn: int = 0
     footprint: Footprint = _NOTHING
     turn_tokens: int = 0
+    """The most that the next turn can add."""
     engine: EngineSeat | None = None
+    """Where its KV is; while it decodes, where it decodes."""
+    tool: str = ""
+    """Whose return it waits for."""
+    reason: Reason | None = None
+    reason_since_s: float = 0.0
+    waited_s: dict[Reason, float] = field(default_factory=dict[Reason, float])
+
+    @classmethod
+    def submitted(cls, event: Submitted, rank: int, now_s: float) -> "Program":
+        return cls(
+            id=event.program_id,
+            rank=rank,
+            lease_s=event.lease_s,
+            group=event.group,
+            group_size=event.group_size,
+            trainable_until=event.trainable_until,
+            sandbox=event.sandbox,
+            submitted_s=now_s,
+            since_s=now_s,
+        )
 
     @property
     def wanted(self) -> Footprint:
         """What its next turn needs: its context and all that the turn can add."""
         return Footprint(self.footprint.private_tokens + self.turn_tokens, self.footprint.shared)
+
+    def waits_for(self, reason: Reason | None, now_s: float) -> Reason | None:
+        """Note what it waits for from now on; returns what it waited for until now."""
+        before = self.reason
+        if before is not None:
+            self.waited_s[before] = self.waited_s.get(before, 0.0) + now_s - self.reason_since_s
+        self.reason, self.reason_since_s = reason, now_s
+        return before
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +97,6 @@ class Snapshot:
     """Reserved KV tokens and programs that decode."""
     waiting: int
     late_events: int = 0
+    waits_for: dict[ProgramId, Reason] = field(default_factory=dict[ProgramId, Reason])
+    waited_s: dict[Reason, float] = field(default_factory=dict[Reason, float])
+    """Over all programs, those that are over included."""

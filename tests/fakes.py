@@ -12,7 +12,6 @@ from pydantic import JsonValue
 
 from sostenuto.errors import EngineError
 from sostenuto.records import Producer
-from sostenuto.runtime.drive import ProgramSpec
 from sostenuto.runtime.engines.wire import (
     Capabilities,
     CommitReply,
@@ -25,6 +24,7 @@ from sostenuto.runtime.engines.wire import (
     ScoreRequest,
     WireVersionSpan,
 )
+from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.rendering.renderer import Extension, Piece, Turn
 from sostenuto.tools.wire import EnvironmentRef, Prepared, Reward, ToolSchema
 from sostenuto.trainer.publication.manifest import Manifest

@@ -21,7 +21,6 @@ from sostenuto.errors import EngineError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.config import ToolServerSettings
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
-from sostenuto.runtime.drive import ProgramSpec
 from sostenuto.runtime.engines.wire import (
     Capabilities,
     CommitReply,
@@ -36,6 +35,7 @@ from sostenuto.runtime.engines.wire import (
 )
 from sostenuto.runtime.journal import open_journal
 from sostenuto.runtime.ledger import Ledger
+from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.quickstart.folder import write_folder
 from sostenuto.runtime.quickstart.recipe import ModelShape
 from sostenuto.runtime.quickstart.tokenizer import tokenizer_material, train_tokenizer

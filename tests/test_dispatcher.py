@@ -10,7 +10,7 @@ from fakes import END, FakeEngine, FakeRenderer, FakeTools, spec
 from sostenuto.errors import Blame, EngineError, ToolServerError
 from sostenuto.records import Producer, Trajectory
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
-from sostenuto.runtime.drive import ProgramSpec
+from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.publishing import UpdatePolicy
 from sostenuto.scheduler.scheduler import SchedulerSettings
 from sostenuto.trainer.publication.manifest import Manifest

@@ -9,9 +9,9 @@ from pydantic import BaseModel
 from sostenuto.envs.task import Tasks, task_id
 from sostenuto.errors import SostenutoError
 from sostenuto.records import Trajectory
-from sostenuto.runtime.drive import ProgramSpec
 from sostenuto.runtime.jobs.events import Evaluated
 from sostenuto.runtime.jobs.seeds import seed_of
+from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.types import GroupId, Limits, ProgramId, Purpose, Version

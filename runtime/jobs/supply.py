@@ -18,10 +18,10 @@ from pydantic import JsonValue
 from sostenuto.envs.task import Draw
 from sostenuto.errors import ConfigError, SostenutoError
 from sostenuto.records import Trajectory
-from sostenuto.runtime.drive import ProgramSpec
 from sostenuto.runtime.jobs.events import Dropped, JobEvent, NoSignal, Quarantined, Stalled
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.seeds import seed_of
+from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.trainer.buffer import Buffer, ReadyGroup
 from sostenuto.trainer.buffer import Dropped as DroppedProgram

@@ -12,13 +12,13 @@ import anyio
 from sostenuto.errors import lone_error
 from sostenuto.runtime.config import RuntimeConfig
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
-from sostenuto.runtime.drive import ToolServer
 from sostenuto.runtime.engines.client import Tap, launch_embedded
 from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
 from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.jobs.events import JobEvent
 from sostenuto.runtime.journal import Journal, VersionPublished
 from sostenuto.runtime.ledger import Ledger
+from sostenuto.runtime.program import ToolServer
 from sostenuto.runtime.publishing import Publication, UpdatePolicy
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder

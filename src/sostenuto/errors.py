@@ -8,6 +8,7 @@
   - ProgramError           one program failed; recorded, never fatal to its siblings
     . EngineError          the inference engine refused or broke           (infrastructure)
     . SandboxError         provisioning, exec or file I/O in the sandbox   (infrastructure)
+    . Overloaded           too much waits already; says when to try again  (infrastructure)
     . ToolServerError      the tool server refused, broke or went away     (infrastructure)
     . EnvironmentFailure   code the environment's author wrote raised      (environment)
     . PolicyError          the policy's own output cannot be continued     (policy)
@@ -70,6 +71,10 @@ class SandboxError(ProgramError):
 
 class ToolServerError(ProgramError):
     """The tool server refused, broke or went away."""
+
+
+class Overloaded(ProgramError):  # noqa: N818 - reads as the fact it states
+    """Too much waits already.  Nothing of the program was begun."""
 
 
 class EnvironmentFailure(ProgramError):  # noqa: N818 - EnvironmentError is a builtin

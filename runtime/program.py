@@ -1,0 +1,62 @@
+"""What one program is started with, and what it needs of a tool server."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pydantic import JsonValue
+
+from sostenuto.tools.wire import EnvironmentRef, Prepared, Reward
+from sostenuto.types import CallId, Episode, GroupId, Limits, ProgramId, Purpose, ToolCall, ToolResult
+
+
+class ToolServer(Protocol):
+    """What a program needs of the tool server."""
+
+    async def prepare(
+        self,
+        program_id: ProgramId,
+        environment: EnvironmentRef,
+        task: dict[str, JsonValue],
+        *,
+        seed: int,
+        timeout_s: float,
+    ) -> Prepared: ...
+
+    async def call(
+        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float
+    ) -> ToolResult: ...
+
+    async def reward(
+        self, program_id: ProgramId, call_id: CallId, episode: Episode, *, timeout_s: float
+    ) -> Reward: ...
+
+    async def release(self, program_id: ProgramId) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSpec:
+    """Everything that one program is started with."""
+
+    id: ProgramId
+    group_id: GroupId
+    task_id: str
+    purpose: Purpose
+    environment: EnvironmentRef
+    task: dict[str, JsonValue]
+    limits: Limits = field(default_factory=Limits)
+    temperature: float = 1.0
+    seed: int = 0
+    """Of the sampling noise."""
+    environment_seed: int = 0
+    """The same for all members of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Deadlines of the parts of a program that are not its own turns."""
+
+    prepare_s: float = 120.0
+    reward_s: float = 60.0
+    call_margin_s: float = 15.0
+    """Beyond a tool's own deadline, before the tool server counts as broken."""
+    release_s: float = 15.0

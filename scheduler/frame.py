@@ -1,0 +1,387 @@
+"""What every policy has in common: programs, phases, leases, late events, the version gate.
+
+A policy is a subclass that overrides the hooks.  It decides nothing else: two policies that are
+compared differ in their hooks alone.
+"""
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sostenuto.scheduler.actions import (
+    Action,
+    Answered,
+    Decode,
+    EngineJoined,
+    EngineLoaded,
+    EngineLost,
+    Event,
+    Expire,
+    Finished,
+    Heard,
+    Prepare,
+    Prepared,
+    ProgramEvent,
+    PublicationBegun,
+    SandboxMoved,
+    Submitted,
+    Tick,
+    ToolReturned,
+    ToolServerJoined,
+    TurnAway,
+    TurnEnded,
+    UpdateCommitted,
+    UpdateFailed,
+    UpdateStaged,
+)
+from sostenuto.scheduler.fleet import AgeQueue, EngineSeat
+from sostenuto.scheduler.gate import Gate
+from sostenuto.scheduler.lifecycle import Move, Phase, after
+from sostenuto.scheduler.program import NEVER, Program, Reason, Snapshot
+from sostenuto.types import EngineId, ProgramId
+
+E = TypeVar("E", bound=ProgramEvent)
+T = TypeVar("T", TurnEnded, ToolReturned)
+_Handler = Callable[[Any, float], list[Action]]
+
+
+class SchedulerSettings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    live_programs: int = Field(default=256, gt=0)
+    """Programs with an environment at one time, prepared or being prepared."""
+
+    prepare_ahead: int = Field(default=8, gt=0)
+    """Environments that may be prepared before there is KV for them."""
+
+    queue_limit: int | None = Field(default=None, gt=0)
+    """Programs that may wait for an environment; more are turned away.  None: no limit."""
+
+
+class Frame(ABC):
+    """Owner of all programs' phases.  One event at a time; never re-entered."""
+
+    def __init__(self, settings: SchedulerSettings | None = None) -> None:
+        self._settings = settings or SchedulerSettings()
+        self._programs: dict[ProgramId, Program] = {}
+        self._engines: dict[EngineId, EngineSeat] = {}
+        self._queued = AgeQueue()
+        self._leases: list[tuple[float, ProgramId]] = []
+        self._submitted = 0
+        self._preparing: set[ProgramId] = set()
+        self._late_events = 0
+        self._waited_s: dict[Reason, float] = {}
+        self.gate = Gate()
+        self._handlers: dict[type, _Handler] = {
+            Submitted: self._on_submitted,
+            Tick: self._on_tick,
+            Prepared: self._of_program(self._on_prepared),
+            TurnEnded: self._of_turn(self._on_turn_ended),
+            ToolReturned: self._of_turn(self._on_tool_returned),
+            Answered: self._of_program(self._on_answered),
+            Finished: self._of_program(self._on_finished),
+            Heard: self._of_program(self._on_heard),
+            SandboxMoved: self._of_program(self._on_sandbox_moved),
+            EngineJoined: self._on_engine_joined,
+            EngineLoaded: self._on_engine_loaded,
+            EngineLost: self._on_engine_lost,
+            ToolServerJoined: self._on_tool_server,
+            PublicationBegun: lambda event, _: self.gate.begin(event.version),
+            UpdateStaged: lambda event, _: self.gate.staged(event.engine_id, event.version),
+            UpdateCommitted: self._on_committed,
+            UpdateFailed: lambda event, _: self.gate.failed(event.engine_id, event.version, event.reason),
+        }
+
+    def __repr__(self) -> str:
+        counts = dict.fromkeys(Phase, 0)
+        for program in self._programs.values():
+            counts[program.phase] += 1
+        shown = " ".join(f"{phase}={n}" for phase, n in counts.items() if n)
+        return f"<{type(self).__name__} {shown or 'empty'} engines={len(self._engines)}>"
+
+    def apply(self, event: Event, now_s: float) -> list[Action]:
+        """Take in what happened and say what has to be done now.
+
+        Events of an earlier turn or of a program that is over change nothing.  Raises InvalidTransition
+        for an event that the lifecycle does not allow.
+        """
+        actions = self._handlers[type(event)](event, now_s)
+        if self._leases and self._leases[0][0] <= now_s:
+            actions += self._expire(now_s)
+        actions += self._decide(now_s)
+        actions += self._prepare(now_s)
+        return actions
+
+    def wake_at_s(self) -> float | None:
+        """When a Tick is due: a lease ends or the policy wants to look again."""
+        lease_s = self._leases[0][0] if self._leases else None
+        look_s = self._look_again_s()
+        return min((s for s in (lease_s, look_s) if s is not None), default=None)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            phases={program.id: program.phase for program in self._programs.values()},
+            engines={
+                seat.id: (seat.kv.statistics().reserved_tokens, len(seat.decoding))
+                for seat in self._engines.values()
+            },
+            waiting=self._waiting_count(),
+            late_events=self._late_events,
+            waits_for={p.id: p.reason for p in self._programs.values() if p.reason is not None},
+            waited_s=dict(self._waited_s),
+        )
+
+    # ---- hooks ----
+
+    @abstractmethod
+    def _decide(self, now_s: float) -> list[Action]:
+        """What follows from what is known now."""
+
+    @abstractmethod
+    def _became_runnable(self, program: Program, now_s: float) -> None:
+        """Nothing is missing but an engine.  READY: `program.engine` holds its KV.  WAITING: nobody does."""
+
+    @abstractmethod
+    def _began_acting(self, program: Program, now_s: float) -> None:
+        """Its tool runs; its KV is on `program.engine`."""
+
+    @abstractmethod
+    def _leaves(self, program: Program, now_s: float) -> None:
+        """It gives up its engine and any place in a queue; `program.engine` is cleared afterwards."""
+
+    def _look_again_s(self) -> float | None:
+        """When the policy wants a Tick."""
+        return None
+
+    def _waiting_count(self) -> int:
+        """Programs in the policy's own queues that nothing is missing but an engine."""
+        return 0
+
+    def _new_seat(self, event: EngineJoined) -> EngineSeat:
+        return EngineSeat.joined(event)
+
+    def _turn_is_known(self, program: Program, event: TurnEnded, now_s: float) -> None:
+        """A turn's cost, before the program begins to act."""
+        del program, event, now_s
+
+    def _tool_is_known(self, program: Program, acted_s: float, now_s: float) -> None:
+        """How long a tool call took, before the program becomes runnable."""
+        del program, acted_s, now_s
+
+    def _has_finished(self, program: Program, now_s: float) -> None:
+        """The program is over and about to be forgotten."""
+        del program, now_s
+
+    def _on_engine_loaded(self, event: EngineLoaded, now_s: float) -> list[Action]:
+        del event, now_s
+        return []
+
+    def _on_tool_server(self, event: ToolServerJoined, now_s: float) -> list[Action]:
+        del event, now_s
+        return []
+
+    def _on_sandbox_moved(self, program: Program, event: SandboxMoved, now_s: float) -> None:
+        del program, event, now_s
+
+    def _may_prepare(self) -> bool:
+        """Whether one more environment may be made now."""
+        live = len(self._programs) - len(self._queued)
+        ahead = len(self._preparing) + self._waiting_count()
+        return live < self._settings.live_programs and ahead < self._settings.prepare_ahead
+
+    # ---- what happened to programs ----
+
+    def _of_program(self, handle: Callable[[Program, E, float], None]) -> Callable[[E, float], list[Action]]:
+        def guarded(event: E, now_s: float) -> list[Action]:
+            program = self._programs.get(event.program_id)
+            if program is None:
+                self._late_events += 1
+                return []
+            if program.expires_s != NEVER:
+                program.expires_s = now_s + program.lease_s
+            handle(program, event, now_s)
+            return []
+
+        return guarded
+
+    def _of_turn(self, handle: Callable[[Program, T, float], None]) -> Callable[[T, float], list[Action]]:
+        guarded = self._of_program(handle)
+
+        def current(event: T, now_s: float) -> list[Action]:
+            program = self._programs.get(event.program_id)
+            if program is not None and program.turn != event.turn:
+                self._late_events += 1
+                return []
+            return guarded(event, now_s)
+
+        return current
+
+    def _on_tick(self, event: Tick, now_s: float) -> list[Action]:
+        del event, now_s
+        return []
+
+    def _on_submitted(self, event: Submitted, now_s: float) -> list[Action]:
+        if event.program_id in self._programs:
+            self._late_events += 1
+            return []
+        limit = self._settings.queue_limit
+        if limit is not None and len(self._queued) >= limit:
+            return [TurnAway(event.program_id, self._retry_after_s(now_s))]
+        self._submitted += 1
+        program = Program.submitted(event, self._submitted, now_s)
+        self._programs[program.id] = program
+        self._queued.add(program.rank, program.id)
+        program.waits_for(Reason.SANDBOX, now_s)
+        return []
+
+    def _retry_after_s(self, now_s: float) -> float:
+        """When to try again: as long as the oldest in the queue has waited, and no less than a second."""
+        oldest = self._queued.oldest()
+        waited_s = now_s - self._programs[oldest[1]].submitted_s if oldest else 0.0
+        return max(1.0, waited_s)
+
+    def _on_prepared(self, program: Program, event: Prepared, now_s: float) -> None:
+        self._move(program, Move.PREPARED, now_s)
+        self._preparing.discard(program.id)
+        program.footprint, program.turn_tokens = event.footprint, event.turn_tokens
+        self._note(program, Reason.ORDER, now_s)
+        self._became_runnable(program, now_s)
+
+    def _on_turn_ended(self, program: Program, event: TurnEnded, now_s: float) -> None:
+        self._move(program, Move.CALL_TOOL, now_s)
+        self._turn_is_known(program, event, now_s)
+        program.footprint, program.turn_tokens = event.footprint, 0
+        program.tool = event.tool
+        assert program.engine is not None
+        program.engine.decoding.discard(program.id)
+        self._note(program, Reason.TOOL, now_s)
+        self._began_acting(program, now_s)
+
+    def _on_tool_returned(self, program: Program, event: ToolReturned, now_s: float) -> None:
+        acted_s = now_s - program.acting_since_s
+        self._move(program, Move.TOOL_RETURNED, now_s)
+        program.footprint, program.turn_tokens = event.footprint, event.turn_tokens
+        self._tool_is_known(program, acted_s, now_s)
+        self._note(program, Reason.ORDER, now_s)
+        self._became_runnable(program, now_s)
+
+    def _on_answered(self, program: Program, event: Answered, now_s: float) -> None:
+        del event
+        self._move(program, Move.ANSWER, now_s)
+        self._leave(program, now_s)
+        self._preparing.discard(program.id)
+        self._note(program, None, now_s)
+
+    def _on_finished(self, program: Program, event: Finished, now_s: float) -> None:
+        del event
+        self._move(program, Move.FINISH, now_s)
+        self._leave(program, now_s)
+        self._note(program, None, now_s)
+        self._has_finished(program, now_s)
+        self._queued.discard(program.id)
+        self._preparing.discard(program.id)
+        del self._programs[program.id]
+
+    def _on_heard(self, program: Program, event: Heard, now_s: float) -> None:
+        """The lease was renewed by hearing of it."""
+        del program, event, now_s
+
+    # ---- what happened to engines ----
+
+    def _on_engine_joined(self, event: EngineJoined, now_s: float) -> list[Action]:
+        if event.engine_id in self._engines:
+            self._on_engine_lost(EngineLost(event.engine_id), now_s)
+        self.gate.join(event.engine_id, event.version)
+        self._engines[event.engine_id] = self._new_seat(event)
+        return []
+
+    def _on_engine_lost(self, event: EngineLost, now_s: float) -> list[Action]:
+        self._empty(event.engine_id, Move.LOSE_ENGINE, now_s)
+        self._engines.pop(event.engine_id, None)
+        return self.gate.leave(event.engine_id)
+
+    def _on_committed(self, event: UpdateCommitted, now_s: float) -> list[Action]:
+        if event.dropped_kv:
+            self._empty(event.engine_id, Move.EVICT, now_s)
+        return self.gate.committed(event.engine_id, event.version)
+
+    def _empty(self, engine_id: EngineId, move: Move, now_s: float) -> None:
+        """The engine has lost KV: of every program, or (EVICT) of those between turns."""
+        seat = self._engines.get(engine_id)
+        for program in list(self._programs.values()) if seat else []:
+            decoding = program.phase is Phase.REASONING
+            if program.engine is seat and not (decoding and move is Move.EVICT):
+                self._give_up_kv(program, move, now_s)
+
+    # ---- time ----
+
+    def _expire(self, now_s: float) -> list[Action]:
+        expired: list[Action] = []
+        while self._leases and self._leases[0][0] <= now_s:
+            _, program_id = heapq.heappop(self._leases)
+            program = self._programs.get(program_id)
+            if program is None:
+                continue
+            if program.expires_s <= now_s:
+                # Said once; the shell ends the program, which reports Finished.
+                program.expires_s = NEVER
+                expired.append(Expire(program_id))
+            elif program.expires_s != NEVER:
+                heapq.heappush(self._leases, (program.expires_s, program_id))
+        return expired
+
+    def _prepare(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        while (entry := self._queued.oldest()) and self._may_prepare():
+            actions.append(self._begin_preparing(self._programs[entry[1]], now_s))
+        return actions
+
+    def _begin_preparing(self, program: Program, now_s: float) -> Action:
+        self._queued.discard(program.id)
+        self._move(program, Move.PREPARE, now_s)
+        self._preparing.add(program.id)
+        program.expires_s = now_s + program.lease_s
+        heapq.heappush(self._leases, (program.expires_s, program.id))
+        return Prepare(program.id)
+
+    # ---- the only ways in which a program changes ----
+
+    def _move(self, program: Program, move: Move, now_s: float) -> None:
+        program.phase = after(program.phase, move, program=program.id)
+        program.since_s = now_s
+        if move is Move.CALL_TOOL:
+            program.acting_since_s = now_s
+
+    def _note(self, program: Program, reason: Reason | None, now_s: float) -> None:
+        """What it waits for from now on."""
+        since_s = program.reason_since_s
+        before = program.waits_for(reason, now_s)
+        if before is not None:
+            self._waited_s[before] = self._waited_s.get(before, 0.0) + now_s - since_s
+
+    def _start(self, program: Program, seat: EngineSeat, now_s: float) -> Decode:
+        """The program decodes its next turn on `seat`."""
+        self._move(program, Move.DECODE, now_s)
+        self._note(program, None, now_s)
+        program.engine, program.turn = seat, program.turn + 1
+        seat.decoding.add(program.id)
+        return Decode(program.id, seat.id, program.turn)
+
+    def _give_up_kv(self, program: Program, move: Move, now_s: float) -> None:
+        """EVICT or LOSE_ENGINE: the program goes on without its KV."""
+        waited = program.phase is Phase.READY
+        self._move(program, move, now_s)
+        self._leave(program, now_s)
+        if program.phase is Phase.WAITING:
+            if not waited:
+                self._note(program, Reason.ORDER, now_s)
+            self._became_runnable(program, now_s)
+
+    def _leave(self, program: Program, now_s: float) -> None:
+        self._leaves(program, now_s)
+        if program.engine is not None:
+            program.engine.decoding.discard(program.id)
+            program.engine = None
