@@ -47,15 +47,12 @@ class AgeQueue:
 
 @dataclass(slots=True)
 class EngineSeat:
-    """One engine: its KV ledger, its decode slots, and the programs that hold KV on it."""
+    """One engine: its KV ledger, its decode slots, and who decodes there."""
 
     id: EngineId
     kv: KvLedger
     concurrency: int
     decoding: set[ProgramId] = field(default_factory=set[ProgramId])
-    acting: dict[ProgramId, None] = field(default_factory=dict[ProgramId, None])
-    """In the order in which they began to act."""
-    ready: AgeQueue = field(default_factory=AgeQueue)
 
     @classmethod
     def joined(cls, event: EngineJoined) -> Self:
@@ -65,10 +62,3 @@ class EngineSeat:
     @property
     def free_slots(self) -> int:
         return self.concurrency - len(self.decoding)
-
-    def forget(self, program_id: ProgramId) -> None:
-        """The program holds nothing here any more.  Safe to call twice."""
-        self.kv.release(program_id)
-        self.decoding.discard(program_id)
-        self.acting.pop(program_id, None)
-        self.ready.discard(program_id)

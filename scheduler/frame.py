@@ -54,8 +54,11 @@ class SchedulerSettings(BaseModel):
     live_programs: int = Field(default=256, gt=0)
     """Programs with an environment at one time, prepared or being prepared."""
 
-    prepare_ahead: int = Field(default=8, gt=0)
-    """Environments that may be prepared before there is KV for them."""
+    prepare_ahead: int | None = Field(default=None, gt=0)
+    """Environments that may be prepared before there is KV for them; None: as many as measurements say."""
+
+    patience_s: float = Field(default=300.0, gt=0)
+    """How long others may pass a program before an engine is kept clear for it."""
 
     queue_limit: int | None = Field(default=None, gt=0)
     """Programs that may wait for an environment; more are turned away.  None: no limit."""
@@ -134,6 +137,10 @@ class Frame(ABC):
             waited_s=dict(self._waited_s),
         )
 
+    def waits_of(self, program_id: ProgramId) -> dict[Reason, float]:
+        """Seconds that a program which is not over has waited so far, by reason."""
+        return dict(self._programs[program_id].waited_s)
+
     # ---- hooks ----
 
     @abstractmethod
@@ -186,11 +193,10 @@ class Frame(ABC):
     def _on_sandbox_moved(self, program: Program, event: SandboxMoved, now_s: float) -> None:
         del program, event, now_s
 
-    def _may_prepare(self) -> bool:
+    def _may_prepare(self, now_s: float) -> bool:
         """Whether one more environment may be made now."""
-        live = len(self._programs) - len(self._queued)
-        ahead = len(self._preparing) + self._waiting_count()
-        return live < self._settings.live_programs and ahead < self._settings.prepare_ahead
+        del now_s
+        return len(self._programs) - len(self._queued) < self._settings.live_programs
 
     # ---- what happened to programs ----
 
@@ -335,7 +341,7 @@ class Frame(ABC):
 
     def _prepare(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        while (entry := self._queued.oldest()) and self._may_prepare():
+        while (entry := self._queued.oldest()) and self._may_prepare(now_s):
             actions.append(self._begin_preparing(self._programs[entry[1]], now_s))
         return actions
 
@@ -367,6 +373,7 @@ class Frame(ABC):
         self._move(program, Move.DECODE, now_s)
         self._note(program, None, now_s)
         program.engine, program.turn = seat, program.turn + 1
+        program.decoding_since_s = now_s
         seat.decoding.add(program.id)
         return Decode(program.id, seat.id, program.turn)
 

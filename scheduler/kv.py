@@ -66,7 +66,7 @@ class KvLedger:
 
     def missing_tokens(self, program_id: ProgramId, wanted: Footprint) -> int:
         """How many more free tokens `wanted` needs than there are; 0 when it fits."""
-        return max(0, self._growth(program_id, wanted) - self.free_tokens)
+        return max(0, self.growth_tokens(program_id, wanted) - self.free_tokens)
 
     def could_ever_hold(self, wanted: Footprint) -> bool:
         """Whether an empty engine has room for it."""
@@ -102,7 +102,8 @@ class KvLedger:
     def statistics(self) -> KvStatistics:
         return KvStatistics(self._capacity, self._reserved, len(self._holders), len(self._references))
 
-    def _growth(self, program_id: ProgramId, wanted: Footprint) -> int:
+    def growth_tokens(self, program_id: ProgramId, wanted: Footprint) -> int:
+        """How many more tokens it would hold with `wanted` than now; less than 0 when it gives some up."""
         held = self._holders.get(program_id)
         kept = {s.key for s in wanted.shared}
         new = (s for s in wanted.shared if self._references.get(s.key, 0) == 0)

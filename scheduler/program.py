@@ -46,8 +46,12 @@ class Program:
     phase: Phase = Phase.QUEUED
     since_s: float = 0.0
     """When its phase began."""
+    prepared: bool = False
+    """Its environment is ready and its first turn has not been refused or given up."""
     acting_since_s: float = 0.0
     """When its last tool call began."""
+    decoding_since_s: float = 0.0
+    """When its last turn was started."""
     turn: int = 0
     footprint: Footprint = _NOTHING
     turn_tokens: int = 0
@@ -56,6 +60,12 @@ class Program:
     """Where its KV is; while it decodes, where it decodes."""
     tool: str = ""
     """Whose return it waits for."""
+    runnable_since_s: float = 0.0
+    """When it last began to lack nothing but an engine; an eviction meanwhile does not start it anew."""
+    held_tokens: int = 0
+    """What only it keeps on its engine between turns."""
+    evictions: int = 0
+    """Since its last turn began."""
     reason: Reason | None = None
     reason_since_s: float = 0.0
     waited_s: dict[Reason, float] = field(default_factory=dict[Reason, float])

@@ -220,12 +220,15 @@ def test_a_result_that_comes_after_the_kv_was_given_up_waits_like_the_others():
     assert scheduler.apply(Answered(ProgramId("b")), 4.0) == [decode("a", 2)]
 
 
-def test_nothing_younger_overtakes_the_oldest_that_waits_for_kv():
-    scheduler = scheduler_with(kv=100)
+def test_others_pass_a_program_that_does_not_fit_for_so_long_and_no_longer():
+    scheduler = scheduler_with(kv=100, patience_s=300)
     started(scheduler, "a", 60)
     assert started(scheduler, "big", 80) == []
-    assert started(scheduler, "small", 5) == []
-    assert scheduler.apply(Answered(ProgramId("a")), 1.0) == [decode("big")]
+    assert started(scheduler, "small", 5, 299.0) == [decode("small")]
+    assert scheduler.apply(Tick(), 300.0) == []
+    assert started(scheduler, "tiny", 5, 301.0) == []
+    assert scheduler.apply(Answered(ProgramId("small")), 302.0) == []
+    assert scheduler.apply(Answered(ProgramId("a")), 303.0) == [decode("big")]
 
 
 def test_decode_slots_are_a_cap_of_their_own():

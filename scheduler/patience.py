@@ -1,0 +1,50 @@
+"""How long a program may be passed by others, and the bound on its wait that follows.
+
+Runnable programs are kept in the order in which they became runnable.  One that has waited for `patience_s`
+is due: an engine is kept clear for it, nothing else starts there, and KV is taken for it whatever that costs.
+
+    bound = patience + (ceil(ahead / engines) + 1) * longest turn
+
+`ahead` were runnable before it.  In the worst case each of them is due, needs an engine of its own, and runs
+one turn there; what decodes when the engine is claimed ends its turn first.
+"""
+
+from collections.abc import Iterator
+from math import ceil
+
+from sostenuto.scheduler.program import Program
+from sostenuto.types import ProgramId
+
+
+class Patience:
+    """Everybody who is runnable, longest waiting first."""
+
+    def __init__(self) -> None:
+        self._runnable: dict[ProgramId, Program] = {}
+        self._ahead: dict[ProgramId, int] = {}
+        self.longest_turn_s = 0.0
+        self.longest_bound_s = 0.0
+        """Of the programs that were started so far."""
+
+    def __len__(self) -> int:
+        return len(self._runnable)
+
+    def began_to_wait(self, program: Program) -> None:
+        """Nothing to do for one that waits already: it keeps its place."""
+        if program.id not in self._runnable:
+            self._ahead[program.id] = len(self._runnable)
+            self._runnable[program.id] = program
+
+    def stopped_waiting(self, program: Program) -> None:
+        self._runnable.pop(program.id, None)
+        self._ahead.pop(program.id, None)
+
+    def in_order(self) -> Iterator[Program]:
+        return iter(self._runnable.values())
+
+    def bound_s(self, program: Program, patience_s: float, engines: int) -> float:
+        """The longest that `program`, which waits, may have to."""
+        return patience_s + (ceil(self._ahead[program.id] / engines) + 1) * self.longest_turn_s
+
+    def turn_took(self, seconds: float) -> None:
+        self.longest_turn_s = max(self.longest_turn_s, seconds)
