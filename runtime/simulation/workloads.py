@@ -145,8 +145,9 @@ def generate(
 
     Program number i depends on `seed` and i alone: more programs or another order change none of them.
     A group's members come one right after the other, and in an open workload at the same moment: groups
-    then arrive as a Poisson process, at `arrival_rate_s` programs a second.  `order_seed` permutes the
-    groups, and the members in each.  `group_size` None is the workload's own; the last group may be smaller.
+    then arrive as a Poisson process, the first at 0 s, at `arrival_rate_s` programs a second.
+    `order_seed` permutes the groups, and the members in each.  `group_size` None is the workload's own; the
+    last group may be smaller.
     """
     recipe = _recipe(name)
     size = recipe.group_size if group_size is None else group_size
@@ -264,7 +265,7 @@ def _permuted(groups: list[list[Plan]], rng: np.random.Generator) -> list[list[P
 
 
 def _arriving(groups: list[list[Plan]], rate_s: float, rng: np.random.Generator) -> list[list[Plan]]:
-    arrivals = np.cumsum(rng.exponential(1 / rate_s, len(groups))).tolist()
+    arrivals = [0.0, *np.cumsum(rng.exponential(1 / rate_s, len(groups) - 1)).tolist()]
     return [
         [replace(plan, arrival_s=at) for plan in group] for group, at in zip(groups, arrivals, strict=True)
     ]

@@ -1,0 +1,1 @@
+"""Recorded programs: public trace formats and one of our own, read into workloads."""
