@@ -1,0 +1,167 @@
+"""The queue inside each engine, for published systems that change it.
+
+They live in the engine's own scheduler, which the frame cannot reach.  What it does can be decided here
+all the same: a turn is sent only when the engine can start it at once, a decode slot and room in its pool
+being free, so the engine's own queue stays empty and the order is this one.  The pool is a ledger of what
+runs (context and the most that the turn can add) and of what a subclass keeps between turns.
+
+The first in a queue blocks those behind it, as in the engines.  A turn is never interrupted.
+"""
+
+import heapq
+from abc import abstractmethod
+from collections.abc import Iterable
+
+from sostenuto.scheduler.actions import Action, EngineJoined, EngineLost
+from sostenuto.scheduler.baselines.baseline import Baseline, is_over
+from sostenuto.scheduler.fleet import EngineSeat
+from sostenuto.scheduler.frame import SchedulerSettings
+from sostenuto.scheduler.program import Program, Reason
+from sostenuto.types import EngineId, ProgramId
+
+Key = tuple[float, float]
+"""The smallest goes first."""
+
+
+class KeyedQueue:
+    """Programs by key.  Leaving, or another key, costs nothing until the old entry comes up."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Key, ProgramId]] = []
+        self._keys: dict[ProgramId, Key] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, program_id: ProgramId) -> bool:
+        return program_id in self._keys
+
+    def add(self, key: Key, program_id: ProgramId) -> None:
+        self._keys[program_id] = key
+        heapq.heappush(self._heap, (key, program_id))
+
+    def discard(self, program_id: ProgramId) -> None:
+        self._keys.pop(program_id, None)
+
+    def first(self) -> ProgramId | None:
+        while self._heap and self._keys.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def members(self) -> Iterable[ProgramId]:
+        return self._keys.keys()
+
+
+class EngineQueue(Baseline):
+    """Programs have homes; at home they wait in the order of `_key`."""
+
+    def __init__(self, settings: SchedulerSettings | None = None) -> None:
+        super().__init__(settings)
+        self._queues: dict[EngineId, KeyedQueue] = {}
+        self._arrivals: dict[ProgramId, None] = {}
+        """In no engine's queue yet; empty after an event while an engine takes requests."""
+        self._asked_s: dict[ProgramId, float] = {}
+        """Since when its turn lacks nothing but an engine."""
+
+    @abstractmethod
+    def _key(self, program: Program, now_s: float) -> Key:
+        """Its place in the queue of its home."""
+
+    def _make_room(self, program: Program, seat: EngineSeat, now_s: float) -> list[Action]:
+        """What is given up for the first in the queue; nothing: it waits."""
+        del program, seat, now_s
+        return []
+
+    def _will_start(self, program: Program, waited_s: float, now_s: float) -> None:
+        """Its turn is about to be sent."""
+        del program, waited_s, now_s
+
+    # ---- hooks ----
+
+    def _waiting_count(self) -> int:
+        return len(self._arrivals) + sum(len(queue) for queue in self._queues.values())
+
+    def _load(self, seat: EngineSeat) -> tuple[int, int]:
+        decoding, assigned = super()._load(seat)
+        return decoding + len(self._queues[seat.id]), assigned
+
+    def _new_seat(self, event: EngineJoined) -> EngineSeat:
+        self._queues[event.engine_id] = KeyedQueue()
+        return super()._new_seat(event)
+
+    def _on_engine_lost(self, event: EngineLost, now_s: float) -> list[Action]:
+        actions = super()._on_engine_lost(event, now_s)
+        queue = self._queues.pop(event.engine_id, None)
+        self._arrivals.update(dict.fromkeys(queue.members() if queue else ()))
+        return actions
+
+    def _became_runnable(self, program: Program, now_s: float) -> None:
+        self._arrivals[program.id] = None
+        self._asked_s.setdefault(program.id, now_s)
+        self._note(program, Reason.VERSION, now_s)
+
+    def _began_acting(self, program: Program, now_s: float) -> None:
+        """KV is left to the engine's own order."""
+        del now_s
+        assert program.engine is not None
+        program.engine.kv.release(program.id)
+
+    def _leaves(self, program: Program, now_s: float) -> None:
+        if program.engine is not None:
+            program.engine.kv.release(program.id)
+        self._arrivals.pop(program.id, None)
+        if (queue := self._queue_of(program.id)) is not None:
+            queue.discard(program.id)
+        if is_over(program):
+            self._asked_s.pop(program.id, None)
+        super()._leaves(program, now_s)
+
+    def _decide(self, now_s: float) -> list[Action]:
+        actions = self._take_in(now_s)
+        for seat in self._engines.values():
+            actions += self._drain(seat, now_s)
+        return actions
+
+    # ---- queues ----
+
+    def _queue_of(self, program_id: ProgramId) -> KeyedQueue | None:
+        home = self._homes.get(program_id)
+        return None if home is None else self._queues.get(home)
+
+    def _take_in(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        for program_id in list(self._arrivals):
+            program = self._programs[program_id]
+            able = self._able(program)
+            refused = [] if able else self._refused(program)
+            if able:
+                actions += self._line_up(program, self._choose(program, able), now_s)
+            if able or refused:
+                self._arrivals.pop(program_id, None)
+            actions += refused
+        return actions
+
+    def _line_up(self, program: Program, seat: EngineSeat, now_s: float) -> list[Action]:
+        self._queues[seat.id].add(self._key(program, now_s), program.id)
+        self._note(program, Reason.KV, now_s)
+        return []
+
+    def _drain(self, seat: EngineSeat, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        queue = self._queues[seat.id]
+        if len(queue) and not self.gate.may_start(seat.id):
+            self._arrivals.update(dict.fromkeys(queue.members()))
+            self._queues[seat.id] = KeyedQueue()
+            return actions
+        while seat.free_slots > 0 and (first := queue.first()) is not None:
+            program = self._programs[first]
+            if seat.kv.reserve(first, program.wanted):
+                queue.discard(first)
+                self._will_start(program, now_s - self._asked_s.pop(first), now_s)
+                actions.append(self._start(program, seat, now_s))
+            else:
+                room = self._make_room(program, seat, now_s)
+                if not room:
+                    return actions
+                actions += room
+        return actions
