@@ -8,7 +8,14 @@ import pytest
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.simulation.distributions import LogNormal
 from sostenuto.runtime.simulation.plan import Plan, PlannedTurn, Workload
-from sostenuto.runtime.simulation.workloads import WORKLOADS, generate, unavoidable, working_set_tokens
+from sostenuto.runtime.simulation.profile import EngineProfile, FleetProfile
+from sostenuto.runtime.simulation.workloads import (
+    WORKLOADS,
+    check_fits,
+    generate,
+    unavoidable,
+    working_set_tokens,
+)
 from sostenuto.scheduler.kv import Segment
 from sostenuto.types import GroupId, ProgramId
 
@@ -224,6 +231,17 @@ def test_the_working_set_weighs_programs_by_their_turns():
 def test_the_working_set_of_an_open_workload_needs_a_concurrency():
     with pytest.raises(ConfigError, match="open workload"):
         working_set_tokens(generate("swe-light", programs=8, seed=0, arrival_rate_s=1.0))
+
+
+def test_a_program_that_no_engine_can_hold_is_named_before_anything_runs():
+    def fleet(kv_tokens: int) -> FleetProfile:
+        return FleetProfile(
+            engine=EngineProfile(name="tiny", kv_tokens=kv_tokens, prefill_tokens_s=1, itl_s=((1, 1.0),))
+        )
+
+    check_fits(two_groups_of_two(), fleet(180))
+    with pytest.raises(ConfigError, match="program p0 grows to 180 tokens.*tiny.*179"):
+        check_fits(two_groups_of_two(), fleet(179))
 
 
 def test_every_new_token_has_to_be_prefilled_once():
