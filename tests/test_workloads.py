@@ -240,7 +240,7 @@ def test_a_program_that_no_engine_can_hold_is_named_before_anything_runs():
         )
 
     check_fits(two_groups_of_two(), fleet(180))
-    with pytest.raises(ConfigError, match="program p0 grows to 180 tokens.*tiny.*179"):
+    with pytest.raises(ConfigError, match=r"program p0 grows to 180 tokens.*tiny.*179"):
         check_fits(two_groups_of_two(), fleet(179))
 
 

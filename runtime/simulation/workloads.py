@@ -203,7 +203,7 @@ def check_fits(workload: Workload, fleet: FleetProfile) -> None:
     for plan in workload.programs:
         if plan.peak_tokens > pool:
             raise ConfigError(
-                f"{workload.name}: program {plan.id} grows to {plan.peak_tokens} tokens, and the largest engine "
+                f"{workload.name}: program {plan.id} grows to {plan.peak_tokens} tokens, and an engine "
                 f"({fleet.engine.name}) holds {pool}; leave it out, or raise kv_tokens"
             )
 
