@@ -13,6 +13,9 @@ from sostenuto.scheduler.program import Program
 from sostenuto.scheduler.tool_times import EDGES_S, OCTAVES, ToolTimes, octave_of
 from sostenuto.types import ProgramId
 
+_RANKED_FOR_S = 0.5
+"""A ranking holds so long; who begins to act meanwhile is the last that one would ask."""
+
 Candidate = tuple[float, Program]
 """(hazard in returns per second, program)."""
 
@@ -38,6 +41,8 @@ class ActingByTool:
         self._times = times
         self._buckets: dict[str, list[dict[ProgramId, Program]]] = {}
         self._where: dict[ProgramId, dict[ProgramId, Program]] = {}
+        self._ranked: list[tuple[float, int, dict[ProgramId, Program]]] = []
+        self._ranked_s = -_RANKED_FOR_S
 
     def __len__(self) -> int:
         return len(self._where)
@@ -55,6 +60,14 @@ class ActingByTool:
             del bucket[program.id]
 
     def by_hazard(self, now_s: float) -> Iterator[Candidate]:
+        if now_s >= self._ranked_s + _RANKED_FOR_S:
+            self._rank(now_s)
+        for hazard, _, bucket in self._ranked:
+            for program in bucket.values():
+                yield hazard, program
+
+    def _rank(self, now_s: float) -> None:
+        self._ranked_s = now_s
         ranked: list[tuple[float, int, dict[ProgramId, Program]]] = []
         for tool, octaves in self._buckets.items():
             self._grow_older(octaves, now_s)
@@ -62,9 +75,7 @@ class ActingByTool:
                 if bucket:
                     ranked.append((self._times.hazard(tool, octave), len(ranked), bucket))
         ranked.sort()
-        for hazard, _, bucket in ranked:
-            for program in bucket.values():
-                yield hazard, program
+        self._ranked = ranked
 
     def _grow_older(self, octaves: list[dict[ProgramId, Program]], now_s: float) -> None:
         # Buckets are in the order of entry, so the oldest of each comes first.

@@ -252,14 +252,14 @@ class Frame(ABC):
     def _on_prepared(self, program: Program, event: Prepared, now_s: float) -> None:
         self._move(program, Move.PREPARED, now_s)
         self._preparing.discard(program.id)
-        program.footprint, program.turn_tokens = event.footprint, event.turn_tokens
+        program.lacks_engine(event.footprint, event.turn_tokens)
         self._note(program, Reason.ORDER, now_s)
         self._became_runnable(program, now_s)
 
     def _on_turn_ended(self, program: Program, event: TurnEnded, now_s: float) -> None:
         self._move(program, Move.CALL_TOOL, now_s)
         self._turn_is_known(program, event, now_s)
-        program.footprint, program.turn_tokens = event.footprint, 0
+        program.lacks_engine(event.footprint, 0)
         program.tool = event.tool
         assert program.engine is not None
         program.engine.decoding.discard(program.id)
@@ -269,7 +269,7 @@ class Frame(ABC):
     def _on_tool_returned(self, program: Program, event: ToolReturned, now_s: float) -> None:
         acted_s = now_s - program.acting_since_s
         self._move(program, Move.TOOL_RETURNED, now_s)
-        program.footprint, program.turn_tokens = event.footprint, event.turn_tokens
+        program.lacks_engine(event.footprint, event.turn_tokens)
         self._tool_is_known(program, acted_s, now_s)
         self._note(program, Reason.ORDER, now_s)
         self._became_runnable(program, now_s)

@@ -28,7 +28,10 @@ class Footprint:
 
     @property
     def tokens(self) -> int:
-        return self.private_tokens + sum(segment.tokens for segment in self.shared)
+        tokens = self.private_tokens
+        for segment in self.shared:
+            tokens += segment.tokens
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,10 @@ class KvLedger:
         held = " ".join(f"{id_}={f.tokens}" for id_, f in sorted(self._holders.items()))
         return f"<KvLedger free={self.free_tokens} {held}>"
 
+    def __len__(self) -> int:
+        """Programs that hold something."""
+        return len(self._holders)
+
     def __contains__(self, program_id: ProgramId) -> bool:
         return program_id in self._holders
 
@@ -70,7 +77,10 @@ class KvLedger:
 
     def could_ever_hold(self, wanted: Footprint) -> bool:
         """Whether an empty engine has room for it."""
-        return self._rounded(wanted.private_tokens) + self._all(wanted.shared) <= self._capacity
+        # Rounding up adds less than a block for each part.
+        if wanted.tokens + self._block * (1 + len(wanted.shared)) <= self._capacity:
+            return True
+        return self._all(wanted) <= self._capacity
 
     def reserve(self, program_id: ProgramId, wanted: Footprint) -> bool:
         """Make `program_id` hold exactly `wanted` and say True, or change nothing and say False."""
@@ -105,16 +115,24 @@ class KvLedger:
     def growth_tokens(self, program_id: ProgramId, wanted: Footprint) -> int:
         """How many more tokens it would hold with `wanted` than now; less than 0 when it gives some up."""
         held = self._holders.get(program_id)
-        kept = {s.key for s in wanted.shared}
-        new = (s for s in wanted.shared if self._references.get(s.key, 0) == 0)
-        growth = self._rounded(wanted.private_tokens) + self._all(new)
-        if held:
-            given_up = (s for s in held.shared if s.key not in kept and self._references[s.key] == 1)
-            growth -= self._rounded(held.private_tokens) + self._all(given_up)
+        growth = self._rounded(wanted.private_tokens)
+        if held is None:
+            return growth + sum(self._alone(s) for s in wanted.shared if s.key not in self._references)
+        growth -= self._rounded(held.private_tokens)
+        if held.shared is not wanted.shared and held.shared != wanted.shared:
+            growth += self._exchanged(held.shared, wanted.shared)
         return growth
 
-    def _all(self, segments: Iterable[Segment]) -> int:
-        return sum(self._rounded(segment.tokens) for segment in segments)
+    def _all(self, wanted: Footprint) -> int:
+        return self._rounded(wanted.private_tokens) + sum(self._alone(s) for s in wanted.shared)
+
+    def _exchanged(self, before: Iterable[Segment], after: Iterable[Segment]) -> int:
+        kept = {segment.key for segment in after}
+        new = sum(self._alone(s) for s in after if s.key not in self._references)
+        return new - sum(self._alone(s) for s in before if s.key not in kept and self._references[s.key] == 1)
+
+    def _alone(self, segment: Segment) -> int:
+        return self._rounded(segment.tokens)
 
     def _rounded(self, tokens: int) -> int:
         return -(-tokens // self._block) * self._block

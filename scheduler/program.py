@@ -54,8 +54,8 @@ class Program:
     """When its last turn was started."""
     turn: int = 0
     footprint: Footprint = _NOTHING
-    turn_tokens: int = 0
-    """The most that the next turn can add."""
+    wanted: Footprint = _NOTHING
+    """What its next turn needs: its context and all that the turn can add."""
     engine: EngineSeat | None = None
     """Where its KV is; while it decodes, where it decodes."""
     tool: str = ""
@@ -84,10 +84,10 @@ class Program:
             since_s=now_s,
         )
 
-    @property
-    def wanted(self) -> Footprint:
-        """What its next turn needs: its context and all that the turn can add."""
-        return Footprint(self.footprint.private_tokens + self.turn_tokens, self.footprint.shared)
+    def lacks_engine(self, footprint: Footprint, turn_tokens: int) -> None:
+        """Its context is known, and its next turn adds at most `turn_tokens`."""
+        self.footprint = footprint
+        self.wanted = Footprint(footprint.private_tokens + turn_tokens, footprint.shared)
 
     def waits_for(self, reason: Reason | None, now_s: float) -> Reason | None:
         """Note what it waits for from now on; returns what it waited for until now."""

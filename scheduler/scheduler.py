@@ -45,6 +45,8 @@ class Scheduler(Frame):
         self._foresight = foresight
         self._swept_s = 0.0
         self._prefetch = Prefetch()
+        self._newcomers: list[Program] = []
+        """They began to wait since it was last decided."""
         self._unstarted = 0
         """Programs with an environment that have not begun their first turn."""
         self.patience = Patience()
@@ -117,8 +119,7 @@ class Scheduler(Frame):
         self.patience.began_to_wait(program)
         if program.phase is Phase.WAITING:
             self._waiting.add(key, program)
-            for seat in self._seats.values():
-                seat.is_open = True
+            self._newcomers.append(program)
             return
         seat = self._seat_of(program)
         assert seat is not None
@@ -158,12 +159,17 @@ class Scheduler(Frame):
             self._swept_s = now_s
             for seat in self._seats.values():
                 seat.is_open = True
+                seat.too_much_tokens = float("inf")
         actions: list[Action] = self._serve_the_due(now_s)
         for seat in self._seats.values():
             if seat.is_open and seat.ready:
                 actions += self._resume(seat, now_s)
+        newcomers, self._newcomers = self._newcomers, []
         if self._waiting and any(seat.is_open for seat in self._seats.values()):
             actions += self._admit(now_s)
+        for program in newcomers:
+            if program.id in self._waiting and (made := self._place(program, now_s)) is not None:
+                actions += made
         return actions
 
     # ---- those who have waited long enough ----
@@ -271,7 +277,7 @@ class Scheduler(Frame):
         needs = [(seat.kv.missing_tokens(program.id, program.wanted), seat) for seat in usable]
         free = [seat for needed, seat in needs if not needed]
         if free:
-            seat = min(free, key=lambda seat: self._turn_s(program, seat))
+            seat = min(free, key=lambda seat: self._load_with(program, seat))
             return [self._begin(program, seat, now_s)]
         for needed, seat in sorted(needs, key=lambda pair: pair[0]):
             victims = seat.cover(needed, now_s)
@@ -283,11 +289,14 @@ class Scheduler(Frame):
         self._note(program, Reason.KV, now_s)
         return None
 
-    def _turn_s(self, program: Program, seat: Seat) -> tuple[float, int]:
-        """How long its next turn would take there, by what is known."""
-        missing = seat.kv.growth_tokens(program.id, program.footprint)
-        prefill_s = missing / seat.rates.prefill_tokens_s
-        return (prefill_s * (1 + len(seat.decoding)), -seat.kv.free_tokens)
+    def _load_with(self, program: Program, seat: Seat) -> float:
+        """How full it would be, in programs: those that are there, and what has to be prefilled for this one.
+
+        A prefix that is there already counts for what it saves and no more, so that one which all programs
+        share does not draw them all to one engine.
+        """
+        growth = seat.kv.growth_tokens(program.id, program.footprint)
+        return len(seat.kv) + growth / max(1, program.footprint.tokens)
 
     def _refuse(self, program: Program) -> list[Action]:
         """Refuse what no engine of the fleet can hold; its shell answers with Answered or Finished."""

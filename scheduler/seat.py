@@ -25,6 +25,8 @@ class Seat(EngineSeat):
     host_tokens_s: float = 0.0
     is_open: bool = True
     """Whether something has changed since the last program found no room here."""
+    too_much_tokens: float = float("inf")
+    """So much could not be freed at a price that pays, when it was last looked at."""
     claimed_by: Program | None = None
     """It has waited long enough: nothing else starts here before it."""
 
@@ -73,9 +75,12 @@ class Seat(EngineSeat):
 
         Those that are least likely to return go first.
         """
-        if self.acting_tokens < needed:
+        if self.acting_tokens < needed or needed >= self.too_much_tokens:
             return None
-        return cheapest(self._paying(needed, now_s), needed)
+        victims = cheapest(self._paying(needed, now_s), needed)
+        if victims is None:
+            self.too_much_tokens = needed
+        return victims
 
     def clear(self, needed: int, now_s: float, before: Key) -> list[Program] | None:
         """The same whatever it costs, at last also from ready programs that come after `before`."""
