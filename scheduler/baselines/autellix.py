@@ -59,11 +59,11 @@ class Las(EngineQueue):
         return level, self._arrived
 
     def _decide(self, now_s: float) -> list[Action]:
-        actions = self._take_in(now_s)
+        self._take_in(now_s)
         while (due_s := self._look_again_s()) is not None and due_s <= now_s:
             _, program_id, _ = heapq.heappop(self._starving)
             self._promote(program_id)
-        return actions + super()._decide(now_s)
+        return super()._decide(now_s)
 
     def _promote(self, program_id: ProgramId) -> None:
         self._services[program_id].is_starved = True
@@ -77,7 +77,7 @@ class Las(EngineQueue):
         queue = self._queue_of(program_id)
         return queue is not None and program_id in queue
 
-    def _will_start(self, program: Program, waited_s: float, now_s: float) -> None:
+    def _has_waited(self, program: Program, waited_s: float) -> None:
         service = self._services[program.id]
         service.waited_s += waited_s
         if service.is_starved:

@@ -85,8 +85,7 @@ class Continuum(PinnedQueue):
             calls_s, wait_s * self._predictability.eta + self._reload_s(program.footprint.tokens)
         )
 
-    def _will_start(self, program: Program, waited_s: float, now_s: float) -> None:
-        super()._will_start(program, waited_s, now_s)
+    def _has_waited(self, program: Program, waited_s: float) -> None:
         self._wait_of_queue_s += waited_s
         self._turns += 1
 

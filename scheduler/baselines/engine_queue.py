@@ -62,19 +62,26 @@ class EngineQueue(Baseline):
         """In no engine's queue yet; empty after an event while an engine takes requests."""
         self._asked_s: dict[ProgramId, float] = {}
         """Since when its turn lacks nothing but an engine."""
+        self._said: list[Action] = []
+        """What follows from the event that is taken in."""
 
     @abstractmethod
     def _key(self, program: Program, now_s: float) -> Key:
         """Its place in the queue of its home."""
 
-    def _make_room(self, program: Program, seat: EngineSeat, now_s: float) -> list[Action]:
-        """What is given up for the first in the queue; nothing: it waits."""
+    def _make_room(self, program: Program, seat: EngineSeat, now_s: float) -> bool:
+        """Whether something was given up for the first in the queue; otherwise it waits."""
         del program, seat, now_s
-        return []
+        return False
 
-    def _will_start(self, program: Program, waited_s: float, now_s: float) -> None:
-        """Its turn is about to be sent."""
-        del program, waited_s, now_s
+    def _will_start(self, program: Program, seat: EngineSeat, now_s: float) -> None:
+        """Its turn is about to be sent there."""
+        del seat
+        self._has_waited(program, now_s - self._asked_s.pop(program.id))
+
+    def _has_waited(self, program: Program, waited_s: float) -> None:
+        """For an engine, before the turn that is about to be sent."""
+        del program, waited_s
 
     # ---- hooks ----
 
@@ -117,10 +124,11 @@ class EngineQueue(Baseline):
         super()._leaves(program, now_s)
 
     def _decide(self, now_s: float) -> list[Action]:
-        actions = self._take_in(now_s)
+        self._take_in(now_s)
         for seat in self._engines.values():
-            actions += self._drain(seat, now_s)
-        return actions
+            self._drain(seat, now_s)
+        said, self._said = self._said, []
+        return said
 
     # ---- queues ----
 
@@ -128,40 +136,32 @@ class EngineQueue(Baseline):
         home = self._homes.get(program_id)
         return None if home is None else self._queues.get(home)
 
-    def _take_in(self, now_s: float) -> list[Action]:
-        actions: list[Action] = []
+    def _take_in(self, now_s: float) -> None:
         for program_id in list(self._arrivals):
             program = self._programs[program_id]
             able = self._able(program)
             refused = [] if able else self._refused(program)
             if able:
-                actions += self._line_up(program, self._choose(program, able), now_s)
+                self._line_up(program, self._choose(program, able), now_s)
             if able or refused:
                 self._arrivals.pop(program_id, None)
-            actions += refused
-        return actions
+            self._said += refused
 
-    def _line_up(self, program: Program, seat: EngineSeat, now_s: float) -> list[Action]:
+    def _line_up(self, program: Program, seat: EngineSeat, now_s: float) -> None:
         self._queues[seat.id].add(self._key(program, now_s), program.id)
         self._note(program, Reason.KV, now_s)
-        return []
 
-    def _drain(self, seat: EngineSeat, now_s: float) -> list[Action]:
-        actions: list[Action] = []
+    def _drain(self, seat: EngineSeat, now_s: float) -> None:
         queue = self._queues[seat.id]
         if len(queue) and not self.gate.may_start(seat.id):
             self._arrivals.update(dict.fromkeys(queue.members()))
             self._queues[seat.id] = KeyedQueue()
-            return actions
+            return
         while seat.free_slots > 0 and (first := queue.first()) is not None:
             program = self._programs[first]
             if seat.kv.reserve(first, program.wanted):
                 queue.discard(first)
-                self._will_start(program, now_s - self._asked_s.pop(first), now_s)
-                actions.append(self._start(program, seat, now_s))
-            else:
-                room = self._make_room(program, seat, now_s)
-                if not room:
-                    return actions
-                actions += room
-        return actions
+                self._will_start(program, seat, now_s)
+                self._said.append(self._start(program, seat, now_s))
+            elif not self._make_room(program, seat, now_s):
+                return

@@ -80,15 +80,15 @@ class InferCept(PinnedQueue):
         self._swapped[program.id] = tier, tokens
         return True
 
-    def _give_up(self, program: Program, seat: EngineSeat, now_s: float) -> None:
+    def _unpin(self, program: Program, seat: EngineSeat, now_s: float) -> None:
         if program.id not in self._swapped:
-            super()._give_up(program, seat, now_s)
+            super()._unpin(program, seat, now_s)
             return
         self._said.append(Offload(program.id, seat.id))
         self._give_up_kv(program, Move.EVICT, now_s)
 
-    def _will_start(self, program: Program, waited_s: float, now_s: float) -> None:
-        super()._will_start(program, waited_s, now_s)
+    def _will_start(self, program: Program, seat: EngineSeat, now_s: float) -> None:
+        super()._will_start(program, seat, now_s)
         self._comes_back(program)
 
     def _tool_is_known(self, program: Program, acted_s: float, now_s: float) -> None:

@@ -1,10 +1,13 @@
 """KV that is kept in the pool while a program's tool runs, until a moment that is fixed when it begins.
 
 A pin is a reservation in the ledger, so that no turn is sent which would need its room.  When it ends
-while the tool still runs, the KV is given up.  A program that comes back in time keeps its KV until its
-turn is sent.  The published systems then leave what is not pinned to the engine's least-recently-used
-order; here the engine is told to give it up first (Evict), without which its own order would take pinned
-KV, of which it knows nothing.
+while the tool still runs, the KV may be overwritten; it may as well still be there when the program comes
+back.  A program that comes back in time keeps its pin until its turn is sent.
+
+The published systems leave what is not pinned to the engine's least-recently-used order, which passes
+over what is pinned.  An engine behind an interface cannot be told to pass over anything.  So it is told
+(Evict) what to give up: when a turn that is sent would overwrite something, what is not pinned goes, least
+recently used first, and no more of it than needed.
 
 When nothing runs and the first in the queue has no room, the pin that would end last is given up.
 """
@@ -21,6 +24,31 @@ from sostenuto.scheduler.program import Program
 from sostenuto.types import EngineId, ProgramId
 
 
+class Unpinned:
+    """KV of programs on one engine that is not pinned and, as far as is known, not overwritten."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[ProgramId, int] = {}
+        """Least recently used first."""
+        self.tokens = 0
+
+    def add(self, program: Program) -> None:
+        self.discard(program.id)
+        self._tokens[program.id] = program.footprint.private_tokens
+        self.tokens += program.footprint.private_tokens
+
+    def discard(self, program_id: ProgramId) -> None:
+        self.tokens -= self._tokens.pop(program_id, 0)
+
+    def overwritten(self, room_tokens: int) -> list[ProgramId]:
+        """Who has to go so that the rest fits there; they are forgotten."""
+        gone: list[ProgramId] = []
+        while self.tokens > room_tokens:
+            gone.append(next(iter(self._tokens)))
+            self.discard(gone[-1])
+        return gone
+
+
 class PinnedQueue(EngineQueue):
     """How long KV is kept is what a subclass says."""
 
@@ -30,8 +58,7 @@ class PinnedQueue(EngineQueue):
         """When each pin ends, of programs that act or are ready."""
         self._ends: list[tuple[float, ProgramId, int]] = []
         """An entry is stale once the program does not act in that turn any more."""
-        self._said: list[Action] = []
-        """Given up while an event was taken in."""
+        self._unpinned: dict[EngineId, Unpinned] = {}
         self._prefilled_tokens = 0
         self._prefill_s = 0.0
         self._declared_tokens_s: float | None = None
@@ -49,6 +76,7 @@ class PinnedQueue(EngineQueue):
 
     def _new_seat(self, event: EngineJoined) -> EngineSeat:
         self._pins[event.engine_id] = {}
+        self._unpinned[event.engine_id] = Unpinned()
         self._declared_tokens_s = event.prefill_tokens_s or self._declared_tokens_s
         return super()._new_seat(event)
 
@@ -65,48 +93,53 @@ class PinnedQueue(EngineQueue):
             self._pins[seat.id][program.id] = now_s + keep_s
             heapq.heappush(self._ends, (now_s + keep_s, program.id, program.turn))
         else:
-            self._give_up(program, seat, now_s)
+            self._unpin(program, seat, now_s)
 
     def _leaves(self, program: Program, now_s: float) -> None:
         if program.engine is not None:
             self._pins[program.engine.id].pop(program.id, None)
         super()._leaves(program, now_s)
 
-    def _will_start(self, program: Program, waited_s: float, now_s: float) -> None:
-        if program.engine is not None:
-            self._pins[program.engine.id].pop(program.id, None)
+    def _will_start(self, program: Program, seat: EngineSeat, now_s: float) -> None:
+        super()._will_start(program, seat, now_s)
+        self._pins[seat.id].pop(program.id, None)
+        unpinned = self._unpinned[seat.id]
+        unpinned.discard(program.id)
+        self._said += [Evict(id_, seat.id) for id_ in unpinned.overwritten(seat.kv.free_tokens)]
 
     def _decide(self, now_s: float) -> list[Action]:
         while (due_s := self._look_again_s()) is not None and due_s <= now_s:
             program = self._programs[heapq.heappop(self._ends)[1]]
             assert program.engine is not None
-            self._give_up(program, program.engine, now_s)
-        said, self._said = self._said, []
-        return said + super()._decide(now_s)
+            self._unpin(program, program.engine, now_s)
+        return super()._decide(now_s)
 
-    def _line_up(self, program: Program, seat: EngineSeat, now_s: float) -> list[Action]:
-        """A program that has to leave its home gives up what it holds there."""
-        elsewhere = program.engine if program.engine is not seat else None
-        if elsewhere is not None:
+    def _line_up(self, program: Program, seat: EngineSeat, now_s: float) -> None:
+        """A program that has to leave its home gives up what it keeps there."""
+        if program.engine is not None and program.engine is not seat:
+            self._said.append(Evict(program.id, program.engine.id))
             self._give_up_kv(program, Move.EVICT, now_s)
-        return [
-            *([Evict(program.id, elsewhere.id)] if elsewhere else []),
-            *super()._line_up(program, seat, now_s),
-        ]
+        super()._line_up(program, seat, now_s)
 
-    def _make_room(self, program: Program, seat: EngineSeat, now_s: float) -> list[Action]:
+    def _make_room(self, program: Program, seat: EngineSeat, now_s: float) -> bool:
         pins = {id_: end_s for id_, end_s in self._pins[seat.id].items() if id_ != program.id}
         if seat.decoding or not pins:
-            return []
-        victim = self._programs[max(pins, key=lambda id_: pins[id_])]
-        self._give_up_kv(victim, Move.EVICT, now_s)
-        return [Evict(victim.id, seat.id), *self._take_in(now_s)]
+            return False
+        self._unpin(self._programs[max(pins, key=lambda id_: pins[id_])], seat, now_s)
+        self._take_in(now_s)
+        return True
 
     # ---- pins ----
 
-    def _give_up(self, program: Program, seat: EngineSeat, now_s: float) -> None:
-        self._said.append(Evict(program.id, seat.id))
+    def _unpin(self, program: Program, seat: EngineSeat, now_s: float) -> None:
         self._give_up_kv(program, Move.EVICT, now_s)
+        self._unpinned[seat.id].add(program)
+
+    def _forget_home(self, program_id: ProgramId) -> None:
+        home = self._homes.get(program_id)
+        if home is not None:
+            self._unpinned[home].discard(program_id)
+        super()._forget_home(program_id)
 
     def _is_pinned(self, program_id: ProgramId, turn: int) -> bool:
         program = self._programs.get(program_id)
