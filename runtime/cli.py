@@ -1,4 +1,4 @@
-"""The command line: `sostenuto quickstart | train | eval | status | doctor`.
+"""The command line: `sostenuto quickstart | train | eval | bench | status | doctor`.
 
 Every error that we raise on purpose ends as one message on stderr and exit code 1; Ctrl-C ends the job
 cleanly, its programs in the ledger as cancelled, with exit code 130.
@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from sostenuto.errors import ConfigError, SostenutoError
+from sostenuto.runtime.bench.commands import bench
 from sostenuto.runtime.config import RuntimeConfig
 from sostenuto.runtime.doctor import examine, show_findings
 from sostenuto.runtime.job_file import load_eval_file, load_train_file
@@ -32,6 +33,7 @@ from sostenuto.runtime.seeing.terminal import Terminal, show_ledger, show_result
 R = TypeVar("R")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(bench, name="bench")
 console = Console()
 
 UnsafeOption = Annotated[

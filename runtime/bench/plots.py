@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sostenuto.runtime.bench.comparison import ENDLESS, RATIO, Place, Row
+from sostenuto.runtime.bench.comparison import ENDLESS, RATIO, Place
 from sostenuto.runtime.bench.drawing import REASONS, colours, drawn, new_figure
 from sostenuto.runtime.bench.intervals import Interval
 from sostenuto.runtime.bench.measures import BY_FIELD, Measure, Unit
@@ -17,21 +17,26 @@ COMPLETION = BY_FIELD["completion_mean_s"]
 HIT_RATE = BY_FIELD["hit_rate"]
 
 
+LOWER_BOUND = {"color": "#1d2730", "linestyle": ":"}
+
+
 @dataclass(frozen=True, slots=True)
 class Ink:
-    """The colours of a page: the same policy looks the same in every plot."""
+    """How policies look: the same in every plot of a page.  References are grey and dashed."""
 
     colour: Mapping[str, str]
+    references: frozenset[str]
 
     @classmethod
     def of(cls, places: Sequence[Place]) -> "Ink":
         rows = [row for place in places for row in place.rows]
         names = list(dict.fromkeys(family(row.label) for row in rows if not row.is_reference))
         references = list(dict.fromkeys(row.label for row in rows if row.is_reference))
-        return cls(colours(names, references))
+        return cls(colours(names, references), frozenset(references))
 
-    def line(self, row: Row) -> dict[str, Any]:
-        return {"color": self.colour[family(row.label)], "linestyle": "--" if row.is_reference else "-"}
+    def line(self, label: str) -> dict[str, Any]:
+        name = family(label)
+        return {"color": self.colour[name], "linestyle": "--" if name in self.references else "-"}
 
 
 def family(label: str) -> str:
@@ -41,19 +46,17 @@ def family(label: str) -> str:
 
 @drawn
 def over_ratios(places: Sequence[Place], measure: Measure, ink: Ink) -> Any:  # noqa: ANN401
-    """A measure of each policy over the ratio of working set and pool, with intervals."""
-    figure, axes = new_figure(7.2, 4.0)
-    scale = 100.0 if measure.unit is Unit.SHARE else 1.0
+    """A measure of each policy over the ratio of working set and pool, with intervals.  No legend."""
+    figure, axes = new_figure(5.4, 3.4)
     ratios = [float(place.setting[RATIO]) for place in places]
     for label, line in _lines(places, measure).items():
-        row = line[max(line)][0]
         xs = [ratios[at] for at in line]
-        _error_bars(axes, xs, [interval for _, interval in line.values()], scale, ink.line(row), label)
-    if measure is COMPLETION:
-        _lower_bound(axes, ratios, places)
+        _with_intervals(axes, xs, [_scaled(interval, measure) for interval in line.values()], ink.line(label))
+    bounds = [place.lower_bound.mean for place in places if place.lower_bound.is_known]
+    if measure is COMPLETION and len(bounds) == len(ratios):
+        axes.plot(ratios, bounds, **LOWER_BOUND)
     axes.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
-    axes.set(xlabel="working set / KV pool", ylabel=f"{measure.label} ({measure.unit})", ylim=(0, None))
-    _legend_beside(axes)
+    axes.set(title=_titled(measure), xlabel="working set / KV pool", ylim=(0, None))
     return figure
 
 
@@ -64,35 +67,30 @@ def has_ratio(place: Place) -> bool:
 @drawn
 def bars(place: Place, measure: Measure, ink: Ink) -> Any:  # noqa: ANN401
     """A measure of each policy in one place, with intervals."""
-    figure, axes = new_figure(7.2, 0.9 + 0.38 * len(place.rows))
-    scale = 100.0 if measure.unit is Unit.SHARE else 1.0
+    figure, axes = new_figure(5.4, 0.8 + 0.34 * len(place.rows))
     for at, row in enumerate(place.rows):
-        interval = row.interval(measure)
-        axes.barh(at, scale * interval.mean, color=ink.colour[family(row.label)], height=0.62)
+        interval = _scaled(row.interval(measure), measure)
+        axes.barh(at, interval.mean, color=ink.line(row.label)["color"], height=0.62)
         if interval.has_width:
-            spread = [[scale * (interval.mean - interval.low)], [scale * (interval.high - interval.mean)]]
-            axes.errorbar(scale * interval.mean, at, xerr=spread, color="#1d2730", capsize=3, linewidth=1.2)
+            spread = [[interval.mean - interval.low], [interval.high - interval.mean]]
+            axes.errorbar(interval.mean, at, xerr=spread, color="#1d2730", capsize=3, linewidth=1.2)
     if measure is COMPLETION and place.lower_bound.is_known:
-        axes.axvline(place.lower_bound.mean, color="#1d2730", linestyle=":", label="lower bound")
-        axes.legend(loc="lower right")
+        axes.axvline(place.lower_bound.mean, **LOWER_BOUND)
     _one_line_each(axes, [row.label for row in place.rows])
-    axes.set(xlabel=f"{measure.label} ({measure.unit})", xlim=(0, None))
+    axes.set(title=_titled(measure), xlim=(0, None))
     return figure
 
 
 @drawn
-def completion_shares(runs: Mapping[str, Sequence[RunResult]], place: Place, ink: Ink) -> Any:  # noqa: ANN401
-    """The share of programs that are over within a time; all seeds together."""
-    figure, axes = new_figure(7.2, 4.0)
-    for row in place.rows:
-        times_s = sorted(
-            p.completion_s for run in runs.get(row.label, []) for p in run.programs if program_ended(p)
-        )
+def completion_shares(runs: Mapping[str, Sequence[RunResult]], ink: Ink) -> Any:  # noqa: ANN401
+    """The share of programs that are over within a time; all seeds together.  No legend."""
+    figure, axes = new_figure(5.4, 3.4)
+    for label, of_policy in runs.items():
+        times_s = sorted(p.completion_s for run in of_policy for p in run.programs if program_ended(p))
         if times_s:
             shares = np.arange(1, len(times_s) + 1) / len(times_s)
-            axes.step(times_s, 100 * shares, where="post", label=row.label, **ink.line(row))
-    axes.set(xlabel="completion time (s)", ylabel="programs that are over (%)", ylim=(0, 101), xlim=(0, None))
-    _legend_beside(axes)
+            axes.step(times_s, 100 * shares, where="post", **ink.line(label))
+    axes.set(title="programs that are over (%)", xlabel="completion time (s)", ylim=(0, 101), xlim=(0, None))
     return figure
 
 
@@ -113,43 +111,37 @@ def waits_by_reason(place: Place) -> Any:  # noqa: ANN401
     return figure
 
 
-def _lines(places: Sequence[Place], measure: Measure) -> dict[str, dict[int, tuple[Row, Interval]]]:
-    """For each policy: by the place's number, its row there and the measure's interval."""
-    lines: dict[str, dict[int, tuple[Row, Interval]]] = {}
+def _lines(places: Sequence[Place], measure: Measure) -> dict[str, dict[int, Interval]]:
+    """For each policy: the measure's interval by the place's number."""
+    lines: dict[str, dict[int, Interval]] = {}
     for at, place in enumerate(places):
         for row in place.rows:
             interval = row.interval(measure)
             if interval.is_known:
-                lines.setdefault(family(row.label), {})[at] = (row, interval)
+                lines.setdefault(family(row.label), {})[at] = interval
     return lines
 
 
-def _error_bars(
+def _with_intervals(
     axes: Any,  # noqa: ANN401
     xs: Sequence[float],
     intervals: Sequence[Interval],
-    scale: float,
     line: Mapping[str, Any],
-    label: str,
 ) -> None:
-    axes.plot(xs, [scale * i.mean for i in intervals], marker="o", markersize=4.5, label=label, **line)
-    wide = [(x, i) for x, i in zip(xs, intervals, strict=True) if i.has_width]
+    axes.plot(xs, [i.mean for i in intervals], marker="o", markersize=4.5, **line)
+    wide = [(x, i.low, i.high) for x, i in zip(xs, intervals, strict=True) if i.has_width]
     if wide:
-        axes.fill_between(
-            [x for x, _ in wide],
-            [scale * i.low for _, i in wide],
-            [scale * i.high for _, i in wide],
-            color=line["color"],
-            alpha=0.12,
-            linewidth=0,
-        )
+        axes.fill_between(*zip(*wide, strict=True), color=line["color"], alpha=0.12, linewidth=0)
 
 
-def _lower_bound(axes: Any, ratios: Sequence[float], places: Sequence[Place]) -> None:  # noqa: ANN401
-    bounds = [place.lower_bound for place in places]
-    if all(bound.is_known for bound in bounds):
-        means = [bound.mean for bound in bounds]
-        axes.plot(ratios, means, color="#1d2730", linestyle=":", label="lower bound")
+def _scaled(interval: Interval, measure: Measure) -> Interval:
+    """A share as a percentage."""
+    scale = 100.0 if measure.unit is Unit.SHARE else 1.0
+    return Interval(scale * interval.mean, scale * interval.low, scale * interval.high, interval.n)
+
+
+def _titled(measure: Measure) -> str:
+    return f"{measure.label} ({measure.unit})" if measure.unit else measure.label
 
 
 def _reasons(waits: Sequence[Mapping[str, float]]) -> list[str]:
@@ -162,7 +154,3 @@ def _one_line_each(axes: Any, labels: Sequence[str]) -> None:  # noqa: ANN401
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-
-
-def _legend_beside(axes: Any) -> None:  # noqa: ANN401
-    axes.figure.legend(loc="outside right upper")

@@ -74,6 +74,14 @@ class Summary:
     wall_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A run and its measures: what reports are made of."""
+
+    run: RunResult
+    summary: Summary
+
+
 def summarize(
     run: RunResult, alone_s: Mapping[ProgramId, float] | None = None, *, lower_bound_mean_s: float = UNKNOWN
 ) -> Summary:

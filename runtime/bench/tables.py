@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -39,7 +40,7 @@ def notes_of(place: Place) -> list[str]:
 def _table(place: Place) -> Table:
     seeds = max((len(row.summaries) for row in place.rows), default=0)
     title = f"{place.title} ({place.fleet}; {seeds} seed{'s' if seeds != 1 else ''})"
-    table = Table(title=escape(title), title_justify="left", caption_justify="left")
+    table = Table(title=escape(title), title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     table.caption = escape("\n".join(notes_of(place))) or None
     lines = [_line(place, row) for row in place.rows]
     for index, heading in enumerate(["policy", *HEADLINE, _OVER_ENDLESS]):

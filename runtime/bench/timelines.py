@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sostenuto.runtime.bench.drawing import PHASES, drawn, new_figure
+from sostenuto.runtime.bench.plots import Ink
 from sostenuto.runtime.bench.summary import program_ended
 from sostenuto.runtime.simulation.results import ProgramResult, RunResult, Series
 from sostenuto.types import ProgramId
@@ -27,7 +28,7 @@ def program_to_show(runs: Sequence[RunResult]) -> ProgramId | None:
 @drawn
 def program_timeline(runs: Mapping[str, RunResult], program_id: ProgramId) -> Any:  # noqa: ANN401
     """The phases of one program from its submission on, one line for each policy."""
-    figure, axes = new_figure(10.2, 1.3 + 0.42 * len(runs))
+    figure, axes = new_figure(11.0, 1.1 + 0.42 * len(runs))
     lives = [_program(run, program_id) for run in runs.values()]
     for phase, (label, colour) in PHASES.items():
         spans = [
@@ -54,21 +55,19 @@ def has_series(run: RunResult) -> bool:
 
 
 @drawn
-def fleet_timeline(runs: Mapping[str, RunResult], colour: Mapping[str, str]) -> Any:  # noqa: ANN401
-    """KV in use, programs that decode, programs that wait: over time, one column of lines for each policy."""
-    figure, (used, decoding, waiting) = new_figure(10.2, 6.2, nrows=3, sharex=True)
+def fleet_timeline(runs: Mapping[str, RunResult], ink: Ink) -> Any:  # noqa: ANN401
+    """KV in use, programs that decode, programs that wait: over time, a line for each policy.  No legend."""
+    figure, (used, decoding, waiting) = new_figure(11.0, 5.4, nrows=3, sharex=True)
     for label, run in runs.items():
         times_s = np.linspace(0, run.makespan_s, _POINTS)
-        pool = sum(engine.kv_tokens for engine in run.engines)
-        line = {"color": colour[label], "linewidth": 1.2}
+        line = ink.line(label) | {"linewidth": 1.1}
         held = _summed([engine.used_tokens for engine in run.engines], times_s)
-        used.plot(times_s, 100 * held / pool, label=label, **line)
+        used.plot(times_s, held / 1000, **line)
         decoding.plot(times_s, _summed([engine.decoding for engine in run.engines], times_s), **line)
         waiting.plot(times_s, _summed([run.waiting], times_s), **line)
-    used.set(ylabel="KV in use (%)", ylim=(0, None))
-    decoding.set(ylabel="programs that decode", ylim=(0, None))
-    waiting.set(ylabel="programs that wait", xlabel="time (s)", ylim=(0, None), xlim=(0, None))
-    figure.legend(loc="outside upper left", ncols=5)
+    used.set(title="KV in use by requests that run (thousand tokens)", ylim=(0, None))
+    decoding.set(title="programs that decode", ylim=(0, None))
+    waiting.set(title="programs that wait for an engine", xlabel="time (s)", ylim=(0, None), xlim=(0, None))
     return figure
 
 
