@@ -44,24 +44,32 @@ class KvCache:
         """Held by requests that run."""
         return self.used_tokens - self.idle_tokens
 
-    def could_ever_hold(self, shared: Sequence[Segment], private_tokens: int) -> bool:
-        needed = self._rounded(private_tokens) + sum(self._rounded(s.tokens) for s in shared)
-        return needed <= self.pool_tokens
+    def could_ever_hold(self, sizes: Sequence[int]) -> bool:
+        """Whether the empty pool has room for a context of parts of these sizes."""
+        tokens = sum(sizes)
+        if tokens + len(sizes) * self._block <= self.pool_tokens:
+            return True
+        return sum(self._rounded(size) for size in sizes) <= self.pool_tokens
 
     def take(self, program_id: ProgramId, shared: Sequence[Segment], private_tokens: int) -> Chain | None:
         """Allocate a context with its output; None, and nothing changes, when it does not fit."""
         chain = [self._shared.get(s.key) or CacheNode(s.key, self._shared) for s in shared]
         chain.append(self._private.get(program_id) or CacheNode(program_id, self._private))
-        sizes = [self._rounded(s.tokens) for s in shared]
-        sizes.append(self._rounded(private_tokens))
+        block = self._block
+        sizes = [-(-s.tokens // block) * block for s in shared]
+        sizes.append(-(-private_tokens // block) * block)
         needed = own_idle = 0
         for node, size in zip(chain, sizes, strict=True):
-            needed += max(0, size - node.allocated)
-            own_idle += 0 if node.users else node.allocated
-        if needed > self.free_tokens + self.idle_tokens - own_idle:
+            if size > node.allocated:
+                needed += size - node.allocated
+            if not node.users:
+                own_idle += node.allocated
+        free = self.pool_tokens - self.used_tokens
+        if needed > free + self.idle_tokens - own_idle:
             return None
         self._use(chain)
-        self._trim(needed - self.free_tokens)
+        if needed > free:
+            self._trim(needed - free)
         for node, size in zip(chain, sizes, strict=True):
             node.allocated = max(node.allocated, size)
         self.used_tokens += needed
@@ -82,19 +90,21 @@ class KvCache:
         """
         device = host = 0
         for node, size in zip(chain, sizes, strict=True):
-            here = min(node.tokens, size)
-            below = min(node.host, size - here)
-            device += here
+            if node.tokens >= size:
+                device += size
+                continue
+            below = min(node.host, size - node.tokens)
+            device += node.tokens
             host += below
-            if here + below < size:
+            if node.tokens + below < size:
                 break
         usable = min(device + host, sum(sizes) - 1) // self._block * self._block
-        return min(device, usable), max(0, usable - device)
+        return (usable, 0) if device >= usable else (device, usable - device)
 
     def fill(self, chain: Chain, sizes: Sequence[int], computed: int) -> None:
         """The first `computed` tokens of the context are on the device now."""
         for node, size in zip(chain, sizes, strict=True):
-            here = min(size, computed)
+            here = min(computed, size)
             if here > node.tokens:
                 self.host.drop(node)
                 node.tokens = here

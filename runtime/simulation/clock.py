@@ -53,7 +53,8 @@ class EventClock:
         due = _Due(self, do)
         self._order += 1
         self.pending += 1
-        heapq.heappush(self._heap, (max(when_s, self._now_s), self._order, due))
+        when_s = max(when_s, self._now_s)
+        heapq.heappush(self._heap, (when_s, self._order, due))
         return due
 
     def step(self) -> bool:

@@ -49,7 +49,7 @@ class SimulatedEngine:
         self._decoding: list[tuple[float, int, Run]] = []
         self._decoders = 0
         self._order = 0
-        self._steps = 0.0
+        self._steps: float = 0.0
         self._at_s = 0.0
         """When `_steps` was true."""
         self._step_s = 0.0
@@ -83,7 +83,7 @@ class SimulatedEngine:
         run = Run(request, done, self._clock.now_s())
         if self.is_dead:
             done(run.served(failed=f"engine {self.id} is gone"))
-        elif not self.cache.could_ever_hold(request.shared, request.private_tokens + request.output_tokens):
+        elif not self.cache.could_ever_hold([*run.sizes[:-1], run.private + request.output_tokens]):
             done(run.served(failed=self._too_large(request)))
         else:
             self._runs[request.request_id] = run
@@ -181,15 +181,15 @@ class SimulatedEngine:
     def _advance(self) -> None:
         """Count the steps until now."""
         now_s = self._clock.now_s()
-        if self._step_s:
-            self._steps += (now_s - self._at_s) / self._step_s
-        self._at_s = now_s
+        if now_s != self._at_s:
+            if self._step_s:
+                self._steps += (now_s - self._at_s) / self._step_s
+            self._at_s = now_s
 
     def _go_on(self) -> None:
         """After a change: start what can start, and wait for what ends first."""
-        if self._at_s != self._clock.now_s():
-            self._advance()
-        if not self._pauses:
+        self._advance()
+        if self._prefilling is None and not self._pauses:
             self._start_prefill()
         self._step_s = 0.0 if self._pauses else self._step_length_s()
         if self._timer is not None:
@@ -197,7 +197,7 @@ class SimulatedEngine:
             self._timer = None
         ends = self._next_end()
         if ends is not None and self._step_s:
-            due_s = self._at_s + max(0.0, ends - self._steps) * self._step_s
+            due_s = self._at_s + (ends - self._steps) * self._step_s
             self._timer = self._clock.call_at(due_s, self._reached)
 
     def _step_length_s(self) -> float:
@@ -205,7 +205,8 @@ class SimulatedEngine:
         decode_s = self.profile.itl(self._decoders) if self._decoders else 0.0
         if run is None:
             return decode_s
-        return run.chunk_s + decode_s - self.profile.overlap * min(run.chunk_s, decode_s)
+        lesser_s = min(run.chunk_s, decode_s)
+        return run.chunk_s + decode_s - self.profile.overlap * lesser_s
 
     def _next_end(self) -> float | None:
         decoding = self._decoding
@@ -254,9 +255,8 @@ class SimulatedEngine:
             return None
         run = self._queue[0]
         request = run.request
-        chain = self.cache.take(
-            request.program_id, request.shared, request.private_tokens + request.output_tokens
-        )
+        room = run.private + request.output_tokens
+        chain = self.cache.take(request.program_id, request.shared, room)
         if chain is None:
             return None
         self._queue.popleft()
@@ -292,7 +292,7 @@ class SimulatedEngine:
         run.stage = Stage.PREFILLING
         context = run.request.context_tokens + run.generated
         if run.generated:
-            run.sizes[-1] = run.request.private_tokens + run.generated
+            run.sizes[-1] = run.private + run.generated
         hit = self.cache.hit(run.chain, run.sizes)[0]
         run.hit, run.new = hit, context - hit
         chunks = ceil(run.new / self.profile.chunk_tokens)
@@ -313,32 +313,33 @@ class SimulatedEngine:
 
     def _note_progress(self, run: Run) -> None:
         """Count what a run that prefills or decodes has got so far."""
-        share = min(1.0, (self._steps - run.from_step + _SOON) / max(_SOON, run.ends_step - run.from_step))
         run.spends(self._at_s, self._paused_s)
-        if run.stage is Stage.PREFILLING:
-            prefilled = int(run.new * share)
+        is_whole = run.ends_step <= self._steps + _SOON
+        if run.stage is Stage.DECODING:
+            steps = run.ends_step if is_whole else self._steps
+            tokens = round(steps - run.from_step) if is_whole else int(steps - run.from_step)
+        else:
+            share = (self._steps - run.from_step) / (run.ends_step - run.from_step)
+            prefilled = run.new if is_whole else int(run.new * share)
+            tokens = int(is_whole)
             run.prefilled += prefilled
             run.cached = run.cached or max(0, run.hit - run.restored)
             self.cache.fill(run.chain, run.sizes, run.hit + prefilled)
             self.result.prefilled_tokens += prefilled
             self.result.cached_tokens += run.hit
-            run.generated += share >= 1.0
-            self.result.generated_tokens += share >= 1.0
-        elif run.stage is Stage.DECODING:
-            tokens = round((run.ends_step - run.from_step) * share - 0.5 * (share < 1.0))
-            run.generated += tokens
-            self.result.generated_tokens += tokens
+        run.generated += tokens
+        self.result.generated_tokens += tokens
 
     def _end(self, run: Run) -> None:
         """The run gives back its room; whoever asked for it is told afterwards."""
-        if run.stage in {Stage.PREFILLING, Stage.DECODING}:
+        if run.stage is Stage.DECODING or run.stage is Stage.PREFILLING:
             self._note_progress(run)
         self._decoders -= run.stage is Stage.DECODING
         if run is self._prefilling:
             self._prefilling = None
         has_room = bool(run.chain)
         if has_room:
-            kept = run.request.private_tokens + run.generated if run.stage is Stage.DECODING else 0
+            kept = run.private + run.generated if run.stage is Stage.DECODING else 0
             self.cache.give_back(run.chain, kept)
             self.running -= 1
             if not self.running:

@@ -27,7 +27,8 @@ from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.types import EngineId
 
 TURN_LIMIT_TOKENS = 4096
-_IN_MOTION = frozenset({Phase.PREPARING, Phase.REASONING, Phase.ACTING, Phase.PARKED})
+_IN_MOTION = (Phase.REASONING, Phase.ACTING, Phase.PARKED, Phase.PREPARING)
+_RUNNABLE = (Phase.READY, Phase.WAITING)
 
 
 def turn_limit_tokens(output_tokens: int) -> int:
@@ -248,7 +249,7 @@ class SimulatedProgram:
         self.phase = phase
         if not self.is_silent:
             scene.in_motion += (phase in _IN_MOTION) - (before in _IN_MOTION)
-        change = phase.is_runnable - before.is_runnable
+        change = (phase in _RUNNABLE) - (before in _RUNNABLE)
         if change:
             scene.waits.change(now_s, programs=change)
             self._runnable_s = now_s

@@ -18,10 +18,6 @@ class Request:
     """Shared prefixes included."""
     output_tokens: int
 
-    @property
-    def private_tokens(self) -> int:
-        return self.context_tokens - sum(segment.tokens for segment in self.shared)
-
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -58,8 +54,8 @@ class Run:
 
     __slots__ = (
         "cached", "chain", "chunk_s", "decode_s", "done", "ends_step", "from_step", "generated", "hit",
-        "new", "pause_s", "paused_s", "prefill_s", "prefilled", "queue_s", "request", "restored", "since_s",
-        "sizes", "stage", "submitted_s",
+        "new", "pause_s", "paused_s", "prefill_s", "prefilled", "private", "queue_s", "request", "restored",
+        "since_s", "sizes", "stage", "submitted_s",
     )  # fmt: skip
 
     def __init__(self, request: Request, done: Callable[[Served], None], now_s: float) -> None:
@@ -71,12 +67,16 @@ class Run:
         """Its room in the pool; empty while it waits for it."""
         self.since_s = now_s
         self.paused_s = 0.0
-        self.from_step = self.ends_step = self.chunk_s = 0.0
+        self.from_step: float = 0.0
+        self.ends_step: float = 0.0
+        self.chunk_s = 0.0
         self.hit = self.new = 0
         self.cached = self.restored = self.prefilled = self.generated = 0
         self.queue_s = self.prefill_s = self.decode_s = self.pause_s = 0.0
         self.sizes = [segment.tokens for segment in request.shared]
-        self.sizes.append(request.context_tokens - sum(self.sizes))
+        """Of the parts of its context; the last is private to the program."""
+        self.private = request.context_tokens - sum(self.sizes)
+        self.sizes.append(self.private)
 
     def begins(self, stage: Stage, now_s: float, paused_s: float) -> None:
         """`paused_s`: how long the engine has stood still in all."""

@@ -49,7 +49,7 @@ from sostenuto.types import EngineId, ProgramId, Version
 ENDLESS_LEASE_S = 1e12
 STALLED_AFTER_S = 86_400.0
 """Nothing but the passing of time for so long: the policy has forgotten somebody."""
-_STALLED_AFTER_CALLS = 200_000
+_STALLED_AFTER_CALLS = 100_000
 _SAMPLES = 2_048
 
 
