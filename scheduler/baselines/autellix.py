@@ -68,7 +68,9 @@ class Las(EngineQueue):
     def _promote(self, program_id: ProgramId) -> None:
         self._services[program_id].is_starved = True
         self._arrived += 1
-        self._queues[self._homes[program_id]].add((0, self._arrived), program_id)
+        home = self._homes[program_id]
+        self._queues[home].add((0, self._arrived), program_id)
+        self._stirred[home] = None
 
     def _still_waits(self, program_id: ProgramId, turn: int) -> bool:
         program = self._programs.get(program_id)

@@ -43,6 +43,10 @@ class KeyedQueue:
     def discard(self, program_id: ProgramId) -> None:
         self._keys.pop(program_id, None)
 
+    def clear(self) -> None:
+        self._keys.clear()
+        self._heap.clear()
+
     def first(self) -> ProgramId | None:
         while self._heap and self._keys.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
@@ -62,6 +66,8 @@ class EngineQueue(Baseline):
         """In no engine's queue yet; empty after an event while an engine takes requests."""
         self._asked_s: dict[ProgramId, float] = {}
         """Since when its turn lacks nothing but an engine."""
+        self._stirred: dict[EngineId, None] = {}
+        """Engines where a turn might be sent that could not be before."""
         self._said: list[Action] = []
         """What follows from the event that is taken in."""
 
@@ -112,23 +118,36 @@ class EngineQueue(Baseline):
         del now_s
         assert program.engine is not None
         program.engine.kv.release(program.id)
+        self._stirred[program.engine.id] = None
 
     def _leaves(self, program: Program, now_s: float) -> None:
         if program.engine is not None:
             program.engine.kv.release(program.id)
+            self._stirred[program.engine.id] = None
         self._arrivals.pop(program.id, None)
-        if (queue := self._queue_of(program.id)) is not None:
+        if (queue := self._queue_of(program.id)) is not None and program.id in queue:
             queue.discard(program.id)
+            self._stirred[self._homes[program.id]] = None
         if is_over(program):
             self._asked_s.pop(program.id, None)
         super()._leaves(program, now_s)
 
     def _decide(self, now_s: float) -> list[Action]:
+        self._abandon_closed()
         self._take_in(now_s)
-        for seat in self._engines.values():
-            self._drain(seat, now_s)
+        stirred, self._stirred = self._stirred, {}
+        for engine_id in stirred:
+            if engine_id in self._engines:
+                self._drain(self._engines[engine_id], now_s)
         said, self._said = self._said, []
         return said
+
+    def _abandon_closed(self) -> None:
+        """Those in the queue of an engine that takes no requests look for another."""
+        for engine_id, queue in self._queues.items():
+            if len(queue) and not self.gate.may_start(engine_id):
+                self._arrivals.update(dict.fromkeys(queue.members()))
+                queue.clear()
 
     # ---- queues ----
 
@@ -149,14 +168,11 @@ class EngineQueue(Baseline):
 
     def _line_up(self, program: Program, seat: EngineSeat, now_s: float) -> None:
         self._queues[seat.id].add(self._key(program, now_s), program.id)
+        self._stirred[seat.id] = None
         self._note(program, Reason.KV, now_s)
 
     def _drain(self, seat: EngineSeat, now_s: float) -> None:
         queue = self._queues[seat.id]
-        if len(queue) and not self.gate.may_start(seat.id):
-            self._arrivals.update(dict.fromkeys(queue.members()))
-            self._queues[seat.id] = KeyedQueue()
-            return
         while seat.free_slots > 0 and (first := queue.first()) is not None:
             program = self._programs[first]
             if seat.kv.reserve(first, program.wanted):

@@ -88,6 +88,7 @@ class PinnedQueue(EngineQueue):
     def _began_acting(self, program: Program, now_s: float) -> None:
         seat = program.engine
         assert seat is not None
+        self._stirred[seat.id] = None
         keep_s = self._keep_s(program, seat, now_s)
         if keep_s > 0 and seat.kv.reserve(program.id, program.footprint):
             self._pins[seat.id][program.id] = now_s + keep_s
@@ -122,8 +123,10 @@ class PinnedQueue(EngineQueue):
         super()._line_up(program, seat, now_s)
 
     def _make_room(self, program: Program, seat: EngineSeat, now_s: float) -> bool:
+        if seat.decoding:
+            return False
         pins = {id_: end_s for id_, end_s in self._pins[seat.id].items() if id_ != program.id}
-        if seat.decoding or not pins:
+        if not pins:
             return False
         self._unpin(self._programs[max(pins, key=lambda id_: pins[id_])], seat, now_s)
         self._take_in(now_s)
