@@ -5,30 +5,31 @@ import math
 import pytest
 
 from bench_runs import program, run_of
-from sostenuto.runtime.bench.bounds import alone_s, lower_bound_mean_s
+from sostenuto.runtime.bench.alone import alone_s
 from sostenuto.runtime.bench.intervals import mean_interval, paired_ratio, t_quantile
 from sostenuto.runtime.bench.summary import correlation, jain, summarize
 from sostenuto.runtime.simulation.plan import Plan, PlannedTurn, Workload
 from sostenuto.runtime.simulation.profile import EngineProfile, FleetProfile
+from sostenuto.runtime.simulation.world import simulate
+from sostenuto.scheduler.baselines.request_level import RequestSticky
 from sostenuto.scheduler.kv import Segment
 from sostenuto.types import GroupId, ProgramId
 
 
-def plan(name: str, *, output: int = 10, tool_s: float = 5.0, arrival_s: float = 0.0) -> Plan:
+def plan(name: str, *, output: int = 10) -> Plan:
     """100 shared and 100 own tokens; one tool call that returns 50 tokens; environment ready in 2 s."""
-    turns = (PlannedTurn(output, "bash", tool_s, 50), PlannedTurn(output))
+    turns = (PlannedTurn(output, "bash", 5.0, 50), PlannedTurn(output))
     shared = (Segment("all", 100),)
-    return Plan(ProgramId(name), GroupId(name), 1, shared, 100, turns, arrival_s=arrival_s, prepare_s=2.0)
+    return Plan(ProgramId(name), GroupId(name), 1, shared, 100, turns, prepare_s=2.0)
 
 
-def profile(*, overlap: float = 1.0, request_s: float = 0.0) -> EngineProfile:
+def profile(*, request_s: float = 0.0) -> EngineProfile:
     return EngineProfile(
         name="small",
         kv_tokens=1000,
         concurrency=4,
         prefill_tokens_s=100,
         itl_s=((1, 0.1), (4, 0.2)),
-        overlap=overlap,
         request_s=request_s,
     )
 
@@ -157,36 +158,11 @@ def test_a_ratio_is_paired_by_seed():
 
 def test_alone_a_program_waits_for_nothing():
     times = alone_s(Workload("w", (plan("a"),)), profile(request_s=0.5))
-    # 2 s environment, 200 tokens prefilled, 50 more, 20 generated, 5 s of tool, two requests
-    assert times == {ProgramId("a"): pytest.approx(2 + 2 + 0.5 + 2 + 5 + 1)}
+    # 2 s environment, 200 tokens prefilled, 50 more, 18 generated after them, 5 s of tool, two requests
+    assert times == {ProgramId("a"): pytest.approx(2 + 2 + 0.5 + 1.8 + 5 + 1)}
 
 
-def test_of_few_programs_the_critical_path_bounds_the_mean():
-    fleet = FleetProfile(engines=2, engine=profile())
-    assert lower_bound_mean_s(Workload("w", (plan("a"), plan("b")), 2), fleet) == pytest.approx(10.5)
-
-
-def test_of_many_programs_work_over_capacity_bounds_the_mean():
-    plans = tuple(plan(f"p{i}", output=1000, tool_s=0.0) for i in range(12))
-    fleet = FleetProfile(engines=1, engine=profile())
-    # 2,000 tokens each at 0.05 s a token: a program is over every 100 s, none before its path of 203.5 s
-    finishes_s = [203.5, 203.5, *range(300, 1201, 100)]
-    assert lower_bound_mean_s(Workload("w", plans, 12), fleet) == pytest.approx(sum(finishes_s) / 12)
-
-
-def test_prefill_and_decode_one_after_the_other_need_more_capacity():
-    plans = tuple(plan(f"p{i}", output=1000, tool_s=0.0) for i in range(12))
-    fleet = FleetProfile(engines=1, engine=profile(overlap=0.0))
-    finishes_s = [203.5, 203.5, *(101.5 * k for k in range(3, 13))]
-    assert lower_bound_mean_s(Workload("w", plans, 12), fleet) == pytest.approx(sum(finishes_s) / 12)
-
-
-def test_closed_a_program_waits_outside_until_another_is_over():
-    plans = tuple(plan(f"p{i}", output=1000, tool_s=0.0) for i in range(12))
-    fleet = FleetProfile(engines=1, engine=profile())
-    assert lower_bound_mean_s(Workload("w", plans, 3), fleet) == pytest.approx((1000 + 1100 + 1200) / 12)
-
-
-def test_late_arrivals_do_not_count_as_time_in_the_system():
-    plans = tuple(plan(f"p{i}", arrival_s=1000.0 * i) for i in range(3))
-    assert lower_bound_mean_s(Workload("w", plans), FleetProfile(engine=profile())) == pytest.approx(10.5)
+def test_simulated_alone_a_program_takes_its_time_alone():
+    workload, engine = Workload("w", (plan("a", output=40),), 1), profile()
+    run = simulate(RequestSticky(), workload, FleetProfile(engine=engine))
+    assert run.programs[0].completion_s == pytest.approx(alone_s(workload, engine)[ProgramId("a")], rel=0.02)

@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sostenuto.errors import ConfigError
-from sostenuto.runtime.bench.bounds import alone_s, lower_bound_mean_s
+from sostenuto.runtime.bench.alone import alone_s
 from sostenuto.runtime.bench.comparison import ENDLESS, RATIO
 from sostenuto.runtime.bench.source import Source, expected_concurrency
 from sostenuto.runtime.bench.summary import UNKNOWN, Measured, summarize
+from sostenuto.runtime.simulation.bounds import lower_bound
 from sostenuto.runtime.simulation.plan import Plan, Workload
 from sostenuto.runtime.simulation.profile import FleetProfile
 from sostenuto.runtime.simulation.program import turn_limit_tokens
@@ -66,8 +67,9 @@ def run_cell(cell: Cell) -> Measured:
     run.policy, run.workload, run.settings = cell.policy, cell.source.name, cell.settings
     if isinstance(policy, Scheduler):
         run.worst_bound_s = policy.patience.longest_bound_s or UNKNOWN
-    bound_s = lower_bound_mean_s(workload, fleet)
-    return Measured(run, summarize(run, alone_s(workload, fleet.engine), lower_bound_mean_s=bound_s))
+    bound = lower_bound(workload, fleet)
+    times_s = alone_s(workload, fleet.engine)
+    return Measured(run, summarize(run, times_s, lower_bound_mean_s=bound.mean_completion_s))
 
 
 def fleet_of(cell: Cell, workload: Workload) -> FleetProfile:

@@ -66,20 +66,21 @@ MEASURES = (
 )
 
 BY_FIELD = {measure.field: measure for measure in MEASURES}
+COMPLETION = BY_FIELD["completion_mean_s"]
 
 HEADLINE = {
-    "mean s": BY_FIELD["completion_mean_s"],
+    "mean s": COMPLETION,
     "p90 s": BY_FIELD["completion_p90_s"],
     "tasks/h": BY_FIELD["tasks_per_hour"],
-    "slower": BY_FIELD["slowdown_mean"],
+    "worst wait s": BY_FIELD["worst_turn_wait_s"],
     "group s": BY_FIELD["group_completion_mean_s"],
-    "hits %": BY_FIELD["hit_rate"],
-    "again": BY_FIELD["recomputed_tokens"],
+    "hit %": BY_FIELD["hit_rate"],
+    "recomputed": BY_FIELD["recomputed_tokens"],
     "idle %": BY_FIELD["idle_with_work_waiting_share"],
-    "wait s": BY_FIELD["worst_turn_wait_s"],
+    "slowdown": BY_FIELD["slowdown_mean"],
     "Jain": BY_FIELD["slowdown_jain"],
 }
-"""The measures of a table that has to fit in a terminal, by their headings."""
+"""The measures of a short table by their headings, what is looked at first in front."""
 
 NOT_KNOWN = "-"
 
@@ -90,7 +91,7 @@ def write(value: float, unit: Unit) -> str:
         return NOT_KNOWN
     match unit:
         case Unit.SHARE:
-            return f"{100 * value:.1f}"
+            return f"{abs(100 * value) if abs(value) < 5e-4 else 100 * value:.1f}"
         case Unit.TOKENS:
             return _shortened(value)
         case Unit.BYTES:

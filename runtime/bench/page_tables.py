@@ -34,7 +34,7 @@ def headline(place: Place) -> Table:
     columns = [_column(place, measure) for measure in measures]
     columns.append(_ratios(place, place.row(ENDLESS_POOL)))
     columns.append(_ratios(place, place.rows[0]))
-    headings = ("policy", *map(_heading, measures), "over endless pool", f"over {place.rows[0].label}")
+    headings = ("policy", *HEADLINE, "over endless", f"over {place.rows[0].label}")
     lines = (
         Line((Cell(row.label), *cells), row.is_reference)
         for row, *cells in zip(place.rows, *columns, strict=True)

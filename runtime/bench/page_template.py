@@ -11,7 +11,7 @@ PAGE = """<!doctype html>
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--wash); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
-main { max-width: 1240px; margin: 0 auto; padding: 2.5rem 1.5rem 5rem; }
+main { max-width: 1320px; margin: 0 auto; padding: 2.5rem 1.5rem 5rem; }
 h1 { font-size: 1.9rem; margin: 0; letter-spacing: -0.01em; }
 h2 { font-size: 1.3rem; margin: 3rem 0 0.6rem; }
 h3 { font-size: 1.02rem; margin: 0 0 0.7rem; }
@@ -24,10 +24,10 @@ p { margin: 0.3rem 0; }
 .grid .card { margin: 0; }
 figure { margin: 0; }
 figure svg { display: block; width: 100%; height: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 0.88rem; }
-th { font-weight: 500; text-align: right; vertical-align: bottom; padding: 0.3rem 0.6rem;
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 0.84rem; }
+th { font-weight: 500; text-align: right; vertical-align: bottom; padding: 0.3rem 0.5rem;
   border-bottom: 1.5px solid var(--line); }
-td { text-align: right; padding: 0.36rem 0.6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+td { text-align: right; padding: 0.36rem 0.5rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 tr:last-child td { border-bottom: 0; }
 tr.reference td { color: var(--soft); font-style: italic; }
@@ -56,7 +56,10 @@ details[open] summary { margin-bottom: 0.8rem; }
 <p class="note">Means over seeds; ± is half of the 95 % confidence interval (Student's t), and ratios are
 paired by seed. Bold: the best of the policies. Grey: references, which no policy can be expected to reach.
 The endless pool is the same fleet with KV without end; the clairvoyant policy knows how long each tool call
-will take; no schedule at all is faster than the lower bound.</p>
+will take; no schedule at all is faster than the lower bound. Mean and p90 are of task completion, group s is
+from a group's first submission to its last finish, recomputed counts tokens prefilled again, idle is the
+share of time in which an engine had nothing to do while work waited, slowdown is completion over the time
+alone on an empty system, and Jain's index of the slowdowns is 1 where they are even.</p>
 {% for section in sections %}
 <section>
 <h2>{{ section.title }}</h2>

@@ -9,14 +9,12 @@ import numpy as np
 from sostenuto.runtime.bench.comparison import ENDLESS, RATIO, Place
 from sostenuto.runtime.bench.drawing import REASONS, colours, drawn, new_figure
 from sostenuto.runtime.bench.intervals import Interval
-from sostenuto.runtime.bench.measures import BY_FIELD, Measure, Unit
+from sostenuto.runtime.bench.measures import COMPLETION, Measure, Unit
 from sostenuto.runtime.bench.summary import program_ended
 from sostenuto.runtime.simulation.results import RunResult
 
-COMPLETION = BY_FIELD["completion_mean_s"]
-HIT_RATE = BY_FIELD["hit_rate"]
-
-
+_APART = 0.012
+"""Of the axis: policies stand beside each other, lest their intervals hide one another."""
 LOWER_BOUND = {"color": "#1d2730", "linestyle": ":"}
 
 
@@ -49,8 +47,10 @@ def over_ratios(places: Sequence[Place], measure: Measure, ink: Ink) -> Any:  # 
     """A measure of each policy over the ratio of working set and pool, with intervals.  No legend."""
     figure, axes = new_figure(5.4, 3.4)
     ratios = [float(place.setting[RATIO]) for place in places]
-    for label, line in _lines(places, measure).items():
-        xs = [ratios[at] for at in line]
+    lines = _lines(places, measure)
+    step = _APART * (max(ratios) - min(ratios) or 1.0)
+    for number, (label, line) in enumerate(lines.items()):
+        xs = [ratios[at] + step * (number - (len(lines) - 1) / 2) for at in line]
         _with_intervals(axes, xs, [_scaled(interval, measure) for interval in line.values()], ink.line(label))
     bounds = [place.lower_bound.mean for place in places if place.lower_bound.is_known]
     if measure is COMPLETION and len(bounds) == len(ratios):
@@ -128,10 +128,10 @@ def _with_intervals(
     intervals: Sequence[Interval],
     line: Mapping[str, Any],
 ) -> None:
-    axes.plot(xs, [i.mean for i in intervals], marker="o", markersize=4.5, **line)
-    wide = [(x, i.low, i.high) for x, i in zip(xs, intervals, strict=True) if i.has_width]
-    if wide:
-        axes.fill_between(*zip(*wide, strict=True), color=line["color"], alpha=0.12, linewidth=0)
+    axes.plot(xs, [i.mean for i in intervals], marker="o", markersize=4, **line)
+    wide = [(x, i) for x, i in zip(xs, intervals, strict=True) if i.has_width]
+    for x, interval in wide:
+        axes.plot([x, x], [interval.low, interval.high], color=line["color"], linewidth=1, alpha=0.65)
 
 
 def _scaled(interval: Interval, measure: Measure) -> Interval:

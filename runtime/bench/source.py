@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from sostenuto.errors import ConfigError
-from sostenuto.runtime.bench.bounds import alone_s
+from sostenuto.runtime.bench.alone import alone_s
 from sostenuto.runtime.simulation.plan import Plan, Workload
 from sostenuto.runtime.simulation.profile import FleetProfile
 from sostenuto.runtime.simulation.traces.files import read_trace

@@ -1,29 +1,36 @@
 """A comparison in the terminal: one table for each place."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sostenuto.runtime.bench.comparison import ENDLESS_POOL, Place, Row
-from sostenuto.runtime.bench.measures import HEADLINE, Unit, write, write_interval
+from sostenuto.runtime.bench.comparison import ENDLESS_POOL, Place
+from sostenuto.runtime.bench.measures import COMPLETION, HEADLINE, Unit, write, write_interval
 
-_OVER_ENDLESS = "/endless"
-_LEGEND = (
-    "mean, p90: task completion.  slower: completion over time alone.  group: completion of a group.\n"
-    "again: tokens prefilled again.  idle: engines idle while work waits.  wait: worst of any turn.\n"
-    "Jain: fairness of slowdowns, 1 is even.  /endless: mean completion over that with an endless pool."
-)
+_POLICY, _OVER_ENDLESS = "policy", "/endless"
+_LEGEND = {
+    "mean s": "task completion, with half of the 95 % interval over seeds",
+    _OVER_ENDLESS: "mean completion over that with an endless pool",
+    "group s": "from a group's first submission to its last finish",
+    "recomputed": "tokens prefilled again",
+    "idle %": "engines idle while work waits",
+    "slowdown": "completion over the time alone",
+    "Jain": "fairness of slowdowns, 1 is even",
+}
+_PADDING = 2
 
 
 def show_places(console: Console, places: Sequence[Place]) -> None:
-    """Means over seeds; the mean completion with half the width of its 95 % interval."""
+    """Means over seeds, in as many columns as there is room for."""
     for place in places:
-        console.print(_table(place))
-    if places:
-        console.print(_LEGEND, style="dim", highlight=False)
+        columns = _fitting(_columns(place), console.width)
+        console.print(_table(place, columns))
+        if place is places[-1]:
+            told = "; ".join(f"{name}: {what}" for name, what in _LEGEND.items() if name in columns)
+            console.print(told, style="dim", highlight=False, markup=False)
 
 
 def notes_of(place: Place) -> list[str]:
@@ -37,25 +44,37 @@ def notes_of(place: Place) -> list[str]:
     return notes if bound.is_known else notes[1:]
 
 
-def _table(place: Place) -> Table:
-    seeds = max((len(row.summaries) for row in place.rows), default=0)
+def _table(place: Place, columns: Mapping[str, Sequence[str]]) -> Table:
+    seeds = max(len(row.summaries) for row in place.rows)
     title = f"{place.title} ({place.fleet}; {seeds} seed{'s' if seeds != 1 else ''})"
     table = Table(title=escape(title), title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     table.caption = escape("\n".join(notes_of(place))) or None
-    lines = [_line(place, row) for row in place.rows]
-    for index, heading in enumerate(["policy", *HEADLINE, _OVER_ENDLESS]):
-        width = max(len(line[index]) for line in lines)
-        table.add_column(heading, justify="right" if index else "left", overflow="fold", min_width=width)
-    for row, line in zip(place.rows, lines, strict=True):
-        table.add_row(*map(escape, line), style="dim" if row.is_reference else "")
+    for heading in columns:
+        table.add_column(heading, justify="left" if heading == _POLICY else "right", no_wrap=True)
+    for row, *cells in zip(place.rows, *columns.values(), strict=True):
+        table.add_row(*map(escape, cells), style="dim" if row.is_reference else "")
     return table
 
 
-def _line(place: Place, row: Row) -> list[str]:
-    first, *others = HEADLINE.values()
-    return [
-        row.label,
-        write_interval(row.interval(first), first.unit),
-        *(write(row.interval(measure).mean, measure.unit) for measure in others),
-        write_interval(place.over(row, place.row(ENDLESS_POOL)), Unit.TIMES),
-    ]
+def _columns(place: Place) -> dict[str, list[str]]:
+    """By heading, a cell for each row."""
+    endless = place.row(ENDLESS_POOL)
+    columns = {_POLICY: [row.label for row in place.rows]}
+    for heading, measure in HEADLINE.items():
+        intervals = [row.interval(measure) for row in place.rows]
+        columns[heading] = [write(interval.mean, measure.unit) for interval in intervals]
+        if measure is COMPLETION:
+            columns[heading] = [write_interval(interval, measure.unit) for interval in intervals]
+            columns[_OVER_ENDLESS] = [write(place.over(row, endless).mean, Unit.TIMES) for row in place.rows]
+    return columns
+
+
+def _fitting(columns: Mapping[str, Sequence[str]], width: int) -> dict[str, Sequence[str]]:
+    """The first columns, as many as fit in a line.  All are in the files."""
+    fitting: dict[str, Sequence[str]] = {}
+    for heading, cells in columns.items():
+        width -= max(map(len, (heading, *cells))) + _PADDING
+        if width < 0:
+            break
+        fitting[heading] = cells
+    return fitting
