@@ -51,7 +51,7 @@ def test_the_time_between_tokens_follows_the_batch():
 def test_attention_makes_a_long_prefill_longer():
     bench = Bench(prefill_s_per_token_squared=1e-5)
     bench.ask("a", 300, 1)
-    assert bench.run()["a"].prefill_s == pytest.approx(0.3 + 0.9)
+    assert bench.run()["a"].prefill_s == pytest.approx(0.3 + 0.45)
 
 
 def test_the_next_turn_prefills_only_what_is_new():

@@ -77,7 +77,7 @@ def _path(plan: Plan, engine: EngineProfile) -> _Path:
     context += plan.shared_tokens
     prefill_s = decode_s = other_s = 0.0
     for turn in plan.turns:
-        prefill_s += new / engine.prefill_tokens_s + engine.prefill_s_per_token_squared * new * context
+        prefill_s += engine.prefill_s(new, context)
         decode_s += (turn.output_tokens - 1) * _shortest_itl_s(engine)
         other_s += engine.request_s + turn.tool_s
         new = turn.result_tokens

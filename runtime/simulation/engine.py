@@ -48,6 +48,7 @@ class SimulatedEngine:
         self._prefilling: Run | None = None
         self._decoding: list[tuple[float, int, Run]] = []
         self._decoders = 0
+        self._itl_s = [0.0, *(profile.itl(n) for n in range(1, profile.concurrency + 1))]
         self._order = 0
         self._steps: float = 0.0
         self._at_s = 0.0
@@ -202,7 +203,7 @@ class SimulatedEngine:
 
     def _step_length_s(self) -> float:
         run = self._prefilling
-        decode_s = self.profile.itl(self._decoders) if self._decoders else 0.0
+        decode_s = self._itl_s[self._decoders]
         if run is None:
             return decode_s
         lesser_s = min(run.chunk_s, decode_s)
@@ -296,8 +297,7 @@ class SimulatedEngine:
         hit = self.cache.hit(run.chain, run.sizes)[0]
         run.hit, run.new = hit, context - hit
         chunks = ceil(run.new / self.profile.chunk_tokens)
-        attention_s = self.profile.prefill_s_per_token_squared * run.new * context
-        run.chunk_s = (run.new / self.profile.prefill_tokens_s + attention_s) / chunks
+        run.chunk_s = self.profile.prefill_s(run.new, context) / chunks
         run.from_step, run.ends_step = self._steps, self._steps + chunks
         self._prefilling = run
 

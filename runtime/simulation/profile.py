@@ -37,7 +37,7 @@ class EngineProfile(Profile):
     """Requests that run together."""
     prefill_tokens_s: float = Field(gt=0)
     prefill_s_per_token_squared: float = Field(default=0.0, ge=0)
-    """Attention of prefill: seconds for each (new token x token of context)."""
+    """Attention of prefill: seconds for each pair of a new token and a token before it."""
     chunk_tokens: int = Field(default=2048, gt=0)
     overlap: float = Field(default=1.0, ge=0, le=1)
     """1: prefill and decode in one step run fully beside each other; 0: one after the other."""
@@ -75,6 +75,11 @@ class EngineProfile(Profile):
         if decoding < len(self._itl):
             return self._itl[decoding]
         return self._interpolated(decoding)
+
+    def prefill_s(self, new_tokens: int, context_tokens: int) -> float:
+        """Prefill of the last `new_tokens` of a context, with nothing beside it."""
+        pairs = new_tokens * (context_tokens - new_tokens / 2)
+        return new_tokens / self.prefill_tokens_s + self.prefill_s_per_token_squared * pairs
 
     def _interpolated(self, decoding: int) -> float:
         table = self.itl_s
