@@ -1,6 +1,7 @@
 """`sostenuto bench`: policies side by side, on simulated engines."""
 
 import os
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -25,6 +26,7 @@ from sostenuto.scheduler.policies import POLICIES
 
 bench = typer.Typer(no_args_is_help=True, help="Compare scheduling policies.")
 
+_WIDTH_OF_A_FILE = 200
 Say = Callable[[Outcome], None]
 
 
@@ -98,8 +100,9 @@ def _report(out: Path, outcomes: Sequence[Outcome], settings: dict[str, str], *,
         errors.print(text, style="bold red", markup=False, highlight=False, soft_wrap=True)
     measured = [outcome.measured for outcome in outcomes if outcome.measured is not None]
     if measured:
-        show_places(Console(), write_report(out, measured, settings, html=html))
-        Console().print(f"reports: {out}", markup=False, highlight=False, soft_wrap=True)
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
+        show_places(console, write_report(out, measured, settings, html=html))
+        console.print(f"reports: {out}", markup=False, highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 

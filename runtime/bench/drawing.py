@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, wraps
+from functools import wraps
 from importlib import import_module
 from typing import Any, ParamSpec
 
@@ -43,7 +43,7 @@ PHASES: Mapping[str, tuple[str, str]] = {
     "preparing": ("environment is made", "#b79f6b"),
     "waiting": ("waits, KV given up", "#d1495b"),
     "ready": ("waits, KV held", "#edae49"),
-    "reasoning": ("decodes", "#0b5fa5"),
+    "reasoning": ("on an engine", "#0b5fa5"),
     "acting": ("tool runs, KV held", "#7fc8a9"),
     "parked": ("tool runs, KV given up", "#b9d8cc"),
     "scoring": ("is scored", "#8f5aa8"),
@@ -56,7 +56,6 @@ REASONS: Mapping[str, tuple[str, str]] = {
     "order": ("order", "#edae49"),
     "version": ("version", "#8f5aa8"),
     "sandbox": ("environment", "#b79f6b"),
-    "tool": ("tool", "#9ccfb9"),
 }
 
 
@@ -95,11 +94,10 @@ def check_drawing() -> None:
     _matplotlib()
 
 
-@cache
 def _matplotlib() -> tuple[Any, Any]:
     """What makes a figure, and what sets a style for a while."""
     try:
         figures, library = import_module("matplotlib.figure"), import_module("matplotlib")
     except ModuleNotFoundError as error:
-        raise Unsupported(f"plots need {error.name}: pip install 'sostenuto[train]'") from error
+        raise Unsupported("plots need matplotlib: pip install 'sostenuto[train]'") from error
     return figures.Figure, library.rc_context

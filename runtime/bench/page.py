@@ -117,7 +117,7 @@ def _section(places: Sequence[Place], ink: Ink, runs: Mapping[_Key, RunResult]) 
 def _place(place: Place, ink: Ink, runs: Mapping[_Key, RunResult], *, with_bars: bool) -> _ShownPlace:
     by_policy = {row.label: _runs_of(row, runs) for row in place.rows}
     shares = _plot(completion_shares(by_policy, ink), "Share of programs over within a time, all seeds.")
-    waits = _plot(waits_by_reason(place), "What a program waited for, mean over programs and seeds.")
+    waits = _plot(waits_by_reason(place), "What programs waited for besides tools, mean over all.")
     compared = [_plot(bars(place, measure, ink), "") for measure in _measures(_BARS)] if with_bars else []
     return _ShownPlace(
         f"ratio {place.setting[RATIO]}" if RATIO in place.setting else place.title,

@@ -12,6 +12,7 @@ from sostenuto.runtime.bench.intervals import Interval
 from sostenuto.runtime.bench.measures import COMPLETION, Measure, Unit
 from sostenuto.runtime.bench.summary import program_ended
 from sostenuto.runtime.simulation.results import RunResult
+from sostenuto.scheduler.program import Reason
 
 _APART = 0.012
 """Of the axis: policies stand beside each other, lest their intervals hide one another."""
@@ -96,8 +97,8 @@ def completion_shares(runs: Mapping[str, Sequence[RunResult]], ink: Ink) -> Any:
 
 @drawn
 def waits_by_reason(place: Place) -> Any:  # noqa: ANN401
-    """What the programs of each policy waited for, stacked."""
-    figure, axes = new_figure(7.2, 1.3 + 0.38 * len(place.rows))
+    """What the programs of each policy waited for besides their tools, stacked."""
+    figure, axes = new_figure(5.4, 1.3 + 0.34 * len(place.rows))
     left = [0.0] * len(place.rows)
     waits = [row.waits_by_reason_s for row in place.rows]
     for reason in _reasons(waits):
@@ -106,8 +107,9 @@ def waits_by_reason(place: Place) -> Any:  # noqa: ANN401
         axes.barh(range(len(left)), widths, left=left, label=label, color=colour, height=0.62)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     _one_line_each(axes, [row.label for row in place.rows])
-    axes.set(xlabel="seconds for each program", xlim=(0, None))
-    axes.figure.legend(loc="outside upper left", ncols=6)
+    axes.set(title="waits of a program (s)", xlim=(0, max(*left, 1.0) * 1.05))
+    if any(left):
+        axes.figure.legend(loc="outside lower center", ncols=5)
     return figure
 
 
@@ -146,7 +148,7 @@ def _titled(measure: Measure) -> str:
 
 def _reasons(waits: Sequence[Mapping[str, float]]) -> list[str]:
     """Those that occur, in the order of the legend."""
-    found = {reason for waited in waits for reason, seconds in waited.items() if seconds > 0}
+    found = {r for waited in waits for r, seconds in waited.items() if seconds > 0} - {Reason.TOOL.value}
     return [*(r for r in REASONS if r in found), *sorted(found - REASONS.keys())]
 
 
