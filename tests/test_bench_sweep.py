@@ -224,6 +224,29 @@ def test_a_bad_value_stops_the_command_before_the_directory_is_made(tmp_path: Pa
     assert not out.exists()
 
 
+@pytest.mark.parametrize("option", ["--out", "--save-trace"])
+def test_a_place_that_cannot_be_written_is_named(option: str, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    places = {"--out": str(tmp_path / "out"), option: str(tmp_path / "file" / "in")}
+    arguments = [word for item in places.items() for word in item]
+    few = [
+        "--workload",
+        "remote-tools",
+        "--programs",
+        "4",
+        "--concurrency",
+        "2",
+        "--ratio",
+        "0.2",
+        "--seeds",
+        "1",
+        "--no-html",
+    ]
+    result = CliRunner().invoke(app, ["bench", "simulate", *few, *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert option.removeprefix("--") in str(result.exception)
+
+
 def test_policies_are_listed_with_what_they_do():
     result = CliRunner().invoke(app, ["bench", "policies"])
     assert re.search(r"sostenuto +│ ours", result.stdout)

@@ -17,7 +17,16 @@ from sostenuto.errors import ConfigError
 from sostenuto.runtime.bench.cells import CLAIRVOYANT
 from sostenuto.runtime.bench.drawing import check_drawing
 from sostenuto.runtime.bench.grid import CAP, Sweep
-from sostenuto.runtime.bench.options import Load, listed, read_fleet, read_ratios, read_seeds, told
+from sostenuto.runtime.bench.options import (
+    CONCURRENCY,
+    PROGRAMS,
+    Load,
+    listed,
+    read_fleet,
+    read_ratios,
+    read_seeds,
+    told,
+)
 from sostenuto.runtime.bench.report import write_report
 from sostenuto.runtime.bench.sweep import Outcome, run_cells
 from sostenuto.runtime.bench.tables import show_places
@@ -46,8 +55,12 @@ def simulate(  # noqa: PLR0913 - the options of a command
     ratio: Annotated[
         str, typer.Option(help="Working set over KV pool: numbers, `endless`, or the profile's `own`.")
     ] = "1.2,2,3",
-    programs: Annotated[int | None, typer.Option(help="How many; 64 of a workload, all of a trace.")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Closed: so many at a time; 24.")] = None,
+    programs: Annotated[
+        int | None, typer.Option(help=f"How many; {PROGRAMS} of a workload, all of a trace.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help=f"Closed: so many at a time; {CONCURRENCY}.")
+    ] = None,
     arrivals_per_hour: Annotated[float | None, typer.Option(help="Open: so many come in an hour.")] = None,
     seeds: Annotated[int, typer.Option(help="How many; each draws or orders the programs anew.")] = 5,
     first_seed: Annotated[int, typer.Option(help="The seeds go on from this one.")] = 1,
@@ -70,7 +83,8 @@ def simulate(  # noqa: PLR0913 - the options of a command
     if html:
         check_drawing()
     cells = sweep.cells()
-    _make(out)
+    with _writing("out", out):
+        out.mkdir(parents=True, exist_ok=True)
     if save_trace is not None:
         _save(sweep, save_trace)
     with _progress(len(cells)) as say:
@@ -131,15 +145,17 @@ def _workers(asked: int | None) -> int:
     return asked or len(os.sched_getaffinity(0))
 
 
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out: {directory}: {error.strerror}; choose another directory") from error
-
-
 def _save(sweep: Sweep, path: Path) -> None:
     source, *others = sweep.sources
     if others:
         raise ConfigError("save-trace: one file holds one workload; give one workload")
-    write_trace(source.load(sweep.seeds[0]), path)
+    with _writing("save-trace", path):
+        write_trace(source.load(sweep.seeds[0]), path)
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option}: {path}: {error.strerror}; choose another place") from error

@@ -11,8 +11,8 @@ from sostenuto.runtime.bench.source import Source
 from sostenuto.runtime.simulation.profile import FleetProfile
 from sostenuto.runtime.simulation.profiles import load_profile
 
-PROGRAMS = 64
-CONCURRENCY = 24
+PROGRAMS = 128
+CONCURRENCY = 64
 
 
 @dataclass(frozen=True, slots=True)
