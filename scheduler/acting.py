@@ -1,8 +1,7 @@
 """The programs of one engine that act and hold KV, in the order in which giving it up costs least.
 
-What a held token is worth is its holder's hazard: the chance, per second, that the tool returns and the
-token is needed.  Hazards change with age, so nothing sorted stays sorted; programs are kept in buckets of
-one tool and one octave of age, and a bucket has one hazard.
+What a held token is worth is its holder's rate of return (`ToolTimes`).  Rates change with age, so nothing
+sorted stays sorted; programs are in buckets of one tool and one octave of age, and a bucket has one rate.
 """
 
 import heapq
@@ -17,7 +16,7 @@ _RANKED_FOR_S = 0.5
 """A ranking holds so long; who begins to act meanwhile is the last that one would ask."""
 
 Candidate = tuple[float, Program]
-"""(hazard in returns per second, program)."""
+"""(returns per second, program)."""
 
 
 class Acting(Protocol):
@@ -27,7 +26,7 @@ class Acting(Protocol):
 
     def discard(self, program: Program) -> None: ...
 
-    def by_hazard(self, now_s: float) -> Iterator[Candidate]:
+    def by_rate(self, now_s: float) -> Iterator[Candidate]:
         """All of them, the least likely to return first.  Not to be changed while it is read."""
         ...
 
@@ -59,12 +58,12 @@ class ActingByTool:
         if bucket is not None:
             del bucket[program.id]
 
-    def by_hazard(self, now_s: float) -> Iterator[Candidate]:
+    def by_rate(self, now_s: float) -> Iterator[Candidate]:
         if now_s >= self._ranked_s + _RANKED_FOR_S:
             self._rank(now_s)
-        for hazard, _, bucket in self._ranked:
+        for rate, _, bucket in self._ranked:
             for program in bucket.values():
-                yield hazard, program
+                yield rate, program
 
     def _rank(self, now_s: float) -> None:
         self._ranked_s = now_s
@@ -73,7 +72,7 @@ class ActingByTool:
             self._grow_older(octaves, now_s)
             for octave, bucket in enumerate(octaves):
                 if bucket:
-                    ranked.append((self._times.hazard(tool, octave), len(ranked), bucket))
+                    ranked.append((self._times.rate(tool, octave), len(ranked), bucket))
         ranked.sort()
         self._ranked = ranked
 
@@ -101,7 +100,7 @@ class Foresight(Protocol):
 
 
 class ActingForeseen:
-    """For the clairvoyant policy: the true end of each call is known, and its hazard is 1 / what remains."""
+    """For the clairvoyant policy: the true end of each call is known, and its rate is 1 / what remains."""
 
     def __init__(self, foresight: Foresight) -> None:
         self._foresight = foresight
@@ -117,7 +116,7 @@ class ActingForeseen:
     def discard(self, program: Program) -> None:
         self._ends.pop(program.id, None)
 
-    def by_hazard(self, now_s: float) -> Iterator[Candidate]:
+    def by_rate(self, now_s: float) -> Iterator[Candidate]:
         latest = heapq.nlargest(len(self._ends), self._ends.values(), key=lambda entry: entry[0])
         for end_s, program in latest:
             yield 1.0 / max(end_s - now_s, 1e-3), program

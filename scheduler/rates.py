@@ -20,8 +20,8 @@ class EngineRates:
         self._concurrency = concurrency
         self._itl: dict[int, tuple[float, int]] = {}
         self._cap = concurrency
-        self.longest_turn_s = 0.0
-        """From Decode to the turn's end, at the most, as far as was seen."""
+        self._fastest_itl_s = 0.0
+        self._recent_itl_s = 0.0
 
     @property
     def prefill_tokens_s(self) -> float:
@@ -45,12 +45,20 @@ class EngineRates:
         """A request generated `tokens` in `took_s` while `together` requests decoded."""
         if tokens < 2 or took_s <= 0:
             return
+        itl_s = took_s / tokens
+        self._recent_itl_s = _moved(self._recent_itl_s, itl_s, _SMOOTHING)
+        self._fastest_itl_s = min(self._fastest_itl_s or itl_s, self._recent_itl_s)
         size = _SIZES[min(bisect_left(_SIZES, together), len(_SIZES) - 1)]
         before, samples = self._itl.get(size, (0.0, 0))
         share = max(_SMOOTHING, 1.0 / (samples + 1))
         self._itl[size] = (before + share * (took_s / tokens - before), samples + 1)
         if samples + 1 >= _SAMPLES:
             self._cap = self._knee()
+
+    @property
+    def pace(self) -> float:
+        """How fast one request decodes now, against the fastest that was seen here: above 0, up to 1."""
+        return self._fastest_itl_s / self._recent_itl_s if self._recent_itl_s else 1.0
 
     def itl_s(self, together: int) -> float:
         """Seconds between tokens at that batch size, as far as it is known; 0 before anything is."""
@@ -68,3 +76,7 @@ class EngineRates:
             return self._concurrency
         # One size more than the best is left open, so that a change for the better is noticed.
         return min(self._concurrency, _SIZES[_SIZES.index(best) + 1])
+
+
+def _moved(before: float, seen: float, share: float) -> float:
+    return before + share * (seen - before) if before else seen

@@ -124,6 +124,7 @@ class Scheduler(Frame):
         seat = self._seat_of(program)
         assert seat is not None
         seat.stop_acting(program)
+        seat.grew(max(0, program.wanted.private_tokens - program.held_tokens))
         seat.ready.add(key, program)
         seat.is_open = True
 
@@ -274,7 +275,7 @@ class Scheduler(Frame):
             slots = any(self.gate.may_start(s.id) for s in able)
             self._note(program, Reason.SLOTS if slots else Reason.VERSION, now_s)
             return None
-        needs = [(seat.kv.missing_tokens(program.id, program.wanted), seat) for seat in usable]
+        needs = [(self._lacking(program, seat), seat) for seat in usable]
         free = [seat for needed, seat in needs if not needed]
         if free:
             seat = min(free, key=lambda seat: self._load_with(program, seat))
@@ -288,6 +289,12 @@ class Scheduler(Frame):
                 return [*evictions, self._begin(program, seat, now_s)]
         self._note(program, Reason.KV, now_s)
         return None
+
+    def _lacking(self, program: Program, seat: Seat) -> int:
+        """What has to be freed there, so that those who hold KV can go on as well."""
+        headroom = seat.headroom_tokens if seat.decoding else 0
+        growth = seat.kv.growth_tokens(program.id, program.wanted)
+        return max(0, growth + headroom - seat.kv.free_tokens)
 
     def _load_with(self, program: Program, seat: Seat) -> float:
         """How full it would be, in programs: those that are there, and what has to be prefilled for this one.

@@ -1,14 +1,21 @@
 """One engine as the scheduler sees it, and what room on it costs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
-from sostenuto.scheduler.acting import Acting
+from sostenuto.scheduler.acting import Acting, Candidate
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.kv import KvLedger
 from sostenuto.scheduler.order import Key, KeyQueue
 from sostenuto.scheduler.program import Program
 from sostenuto.scheduler.rates import EngineRates
+
+_SMOOTHING = 0.05
+_LOOKED_AT = 64
+"""Programs among which the cheapest cover is sought."""
+_CERTAIN = 1e3
+"""Rate of a program that has its result already."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,6 +27,10 @@ class Seat(EngineSeat):
     ready: KeyQueue = field(default_factory=KeyQueue)
     acting_tokens: int = 0
     """Held by programs that act; an upper bound of what can be freed without taking from a ready one."""
+    holding: int = 0
+    """How many act."""
+    growth_tokens: float = 0.0
+    """What a program that holds KV lacks for its next turn, on average."""
     host: KvLedger | None = None
     """The lower tier; None: there is none."""
     host_tokens_s: float = 0.0
@@ -37,15 +48,25 @@ class Seat(EngineSeat):
     def hold(self, program: Program, now_s: float) -> None:
         """The program begins to act and keeps what its context takes."""
         self.acting.add(program, now_s)
+        self.holding += 1
         self.kv.reserve(program.id, program.footprint)
         program.held_tokens = program.footprint.private_tokens
         self.acting_tokens += program.held_tokens
+
+    @property
+    def headroom_tokens(self) -> int:
+        """Kept free for those who act: without it each would hold its KV idle when its result is back."""
+        return int(self.holding * self.growth_tokens)
+
+    def grew(self, tokens: int) -> None:
+        self.growth_tokens += _SMOOTHING * (tokens - self.growth_tokens)
 
     def stop_acting(self, program: Program) -> None:
         before = len(self.acting)
         self.acting.discard(program)
         if len(self.acting) < before:
             self.acting_tokens -= program.held_tokens
+            self.holding -= 1
 
     def forget(self, program: Program) -> None:
         """It holds nothing on the device any more.  Safe to call twice."""
@@ -57,8 +78,8 @@ class Seat(EngineSeat):
         if self.claimed_by is program:
             self.claimed_by = None
 
-    def break_even_hazard(self, tokens: int, needed: int) -> float:
-        """Below this chance of return per second, giving up `tokens` for a program that lacks `needed` pays.
+    def break_even_rate(self, tokens: int, needed: int) -> float:
+        """Below this rate of return, giving up `tokens` for a program that lacks `needed` pays.
 
         Holding them for g seconds keeps the other program from running for g seconds.  Giving them up
         costs a prefill of tokens/R seconds, in which the program itself and all that decode beside it
@@ -77,56 +98,71 @@ class Seat(EngineSeat):
         """
         if self.acting_tokens < needed or needed >= self.too_much_tokens:
             return None
-        victims = cheapest(self._paying(needed, now_s), needed)
+        victims = cheapest(list(islice(self._paying(needed, now_s), _LOOKED_AT)), needed)
         if victims is None:
             self.too_much_tokens = needed
-        return victims
+            return None
+        return [program for _, program in victims]
 
     def clear(self, needed: int, now_s: float, before: Key) -> list[Program] | None:
         """The same whatever it costs, at last also from ready programs that come after `before`."""
-        return cheapest(self._all(now_s, before), needed)
+        victims = cheapest(list(self._all(now_s, before)), needed)
+        return None if victims is None else [program for _, program in victims]
 
-    def _paying(self, needed: int, now_s: float) -> Iterator[Program]:
-        highest = self.break_even_hazard(0, needed)
-        for hazard, program in self.acting.by_hazard(now_s):
-            if hazard >= highest:
+    def _paying(self, needed: int, now_s: float) -> Iterator[Candidate]:
+        highest = self.break_even_rate(0, needed)
+        for rate, program in self.acting.by_rate(now_s):
+            if rate >= highest:
                 break
             # Who was made to come back without its KV before is asked last.
-            fatigued = hazard * (1 + program.evictions)
-            if fatigued < self.break_even_hazard(program.held_tokens, needed):
-                yield program
+            fatigued = rate * (1 + program.evictions)
+            if fatigued < self.break_even_rate(program.held_tokens, needed):
+                yield fatigued, program
 
-    def _all(self, now_s: float, before: Key) -> Iterator[Program]:
-        for _, program in self.acting.by_hazard(now_s):
-            yield program
+    def _all(self, now_s: float, before: Key) -> Iterator[Candidate]:
+        yield from self.acting.by_rate(now_s)
         for program in self.ready.last_first():
             key = self.ready.key_of(program.id)
             if key is None or key <= before:
                 break
             if program is not self.claimed_by:
-                yield program
+                yield _CERTAIN, program
 
 
-def cheapest(candidates: Iterable[Program], needed: int) -> list[Program] | None:
-    """As many of `candidates`, in this order, as free `needed` tokens, without the superfluous."""
-    picked: list[Program] = []
+def cheapest(candidates: Sequence[Candidate], needed: int) -> list[Candidate] | None:
+    """Those whose tokens together are at least `needed`, at about the least cost; None when all are too few.
+
+    The cost of one is its rate of return times its tokens.  A cover by rising rate, without the superfluous,
+    is compared with the single candidate that costs least among those that are large enough.
+    """
+    picked: list[Candidate] = []
     lacking = needed
-    for program in candidates:
-        picked.append(program)
-        lacking -= program.held_tokens
+    for candidate in candidates:
+        picked.append(candidate)
+        lacking -= candidate[1].held_tokens
         if lacking <= 0:
-            return pruned(picked, needed)
-    return None
+            break
+    if lacking > 0:
+        return None
+    picked = pruned(picked, needed)
+    alone = min((c for c in candidates if c[1].held_tokens >= needed), key=_cost, default=None)
+    if alone is not None and _cost(alone) < sum(map(_cost, picked)):
+        return [alone]
+    return picked
 
 
-def pruned(picked: list[Program], needed: int) -> list[Program]:
-    """Without those whose tokens are not needed once the later ones are given up."""
-    surplus = sum(program.held_tokens for program in picked) - needed
-    kept: list[Program] = []
-    for program in reversed(picked):
+def pruned(picked: list[Candidate], needed: int) -> list[Candidate]:
+    """Without those whose tokens are not needed once the others are given up, the dearest first."""
+    surplus = sum(program.held_tokens for _, program in picked) - needed
+    kept: list[Candidate] = []
+    for rate, program in sorted(picked, key=_cost, reverse=True):
         if program.held_tokens <= surplus:
             surplus -= program.held_tokens
         else:
-            kept.append(program)
-    kept.reverse()
+            kept.append((rate, program))
     return kept
+
+
+def _cost(candidate: Candidate) -> float:
+    rate, program = candidate
+    return rate * program.held_tokens

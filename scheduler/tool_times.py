@@ -1,17 +1,20 @@
-"""How long tools take, learned from their calls: for each tool, the chance of returning in the next second.
+"""How long tools take, learned from their calls: at which rate a call of a given age comes back.
 
-Tool times are heavy-tailed: the longer a call has run, the longer it will still run.  What decides about
-its KV is therefore the hazard at the call's age, kept per tool in octaves of age:
+The rate is the Gittins index of the call: the best ratio, over all times t for which its KV could be held,
 
-    hazard(octave) = (returns + w) / (seconds spent in the octave + w / prior)
+    P(back within t) / E[seconds held until it is back or t has passed]
 
-with counts that decay, so that a tool which has changed is learned anew.  The prior is `0.6 / (age + 0.5)`,
-the shape of 432,510 tool calls of coding sessions (TraceLab, arXiv 2606.30560: median 0.3 s, mean 18.4 s,
-4 % of the calls over a minute).
+so that a tool which never takes less than five seconds is not taken for one that never returns.  Where the
+hazard only falls with age, as it does over all tools together, the index is the hazard.
+
+Hazards are kept per tool in octaves of age, (returns + w) / (seconds spent in the octave + w / prior), with
+counts that decay, so that a tool which has changed is learned anew.  The prior is `0.6 / (age + 0.5)`, the
+shape of 432,510 tool calls of coding sessions (TraceLab, arXiv 2606.30560: median 0.3 s, mean 18.4 s, 4 % of
+the calls over a minute).  The index: Gittins, J. R. Stat. Soc. B 41 (1979) 148.
 """
 
 from dataclasses import dataclass, field
-from math import frexp
+from math import exp, frexp
 
 OCTAVES = 18
 _FIRST_S = 0.125
@@ -31,6 +34,9 @@ def octave_of(age_s: float) -> int:
     return min(frexp(age_s / _FIRST_S)[1], OCTAVES - 1)
 
 
+_LENGTHS_S = (_FIRST_S, *EDGES_S[:-1], 16 * EDGES_S[-1])
+
+
 def _prior(octave: int) -> float:
     begin_s = 0.0 if octave == 0 else EDGES_S[octave - 1]
     middle_s = begin_s * 1.5 if octave else _FIRST_S / 2
@@ -44,7 +50,8 @@ _PRIORS = tuple(_prior(octave) for octave in range(OCTAVES))
 class _Tool:
     returns: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT] * OCTAVES)
     spent_s: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT / prior for prior in _PRIORS])
-    hazards: list[float] = field(default_factory=lambda: list(_PRIORS))
+    rates: list[float] | None = None
+    """Index by octave; None: not worked out since the last call."""
     weight: float = 1.0
     """Of the next call: it grows, which is the same as old ones decaying."""
 
@@ -65,18 +72,36 @@ class ToolTimes:
         for octave in range(last):
             known.spent_s[octave] += weight * (EDGES_S[octave] - begin_s)
             begin_s = EDGES_S[octave]
-            known.hazards[octave] = known.returns[octave] / known.spent_s[octave]
         known.spent_s[last] += weight * (took_s - begin_s)
         known.returns[last] += weight
-        known.hazards[last] = known.returns[last] / known.spent_s[last]
+        known.rates = None
         known.weight *= 1.0 + 1.0 / _DECAY_CALLS
         if known.weight > 1e6:
             _rescale(known)
 
-    def hazard(self, tool: str, octave: int) -> float:
-        """Returns per second among calls of `tool` whose age is in `octave`."""
+    def rate(self, tool: str, octave: int) -> float:
+        """Index, per second, of a call of `tool` whose age is in `octave`."""
         known = self._tools.get(tool)
-        return known.hazards[octave] if known else _PRIORS[octave]
+        if known is None:
+            return _PRIORS[octave]
+        if known.rates is None:
+            known.rates = _indices([r / s for r, s in zip(known.returns, known.spent_s, strict=True)])
+        return known.rates[octave]
+
+
+def _indices(hazards: list[float]) -> list[float]:
+    """Index at the beginning of each octave."""
+    ended = [1.0 - exp(-hazard * length) for hazard, length in zip(hazards, _LENGTHS_S, strict=True)]
+    return [_index(hazards, ended, octave) for octave in range(OCTAVES)]
+
+
+def _index(hazards: list[float], ended: list[float], octave: int) -> float:
+    left, held_s, best = 1.0, 0.0, 0.0
+    for later in range(octave, OCTAVES):
+        held_s += left * ended[later] / hazards[later]
+        left *= 1.0 - ended[later]
+        best = max(best, (1.0 - left) / held_s)
+    return best
 
 
 def _rescale(tool: _Tool) -> None:
