@@ -31,6 +31,8 @@ class KvCache:
         self._shared: dict[str, CacheNode] = {}
         self._private: dict[str, CacheNode] = {}
         self._idle: OrderedDict[CacheNode, None] = OrderedDict()
+        self._demoted: OrderedDict[CacheNode, None] = OrderedDict()
+        """Idle as well, and trimmed before the others."""
 
     def __repr__(self) -> str:
         return f"<KvCache used={self.used_tokens} idle={self.idle_tokens} of {self.pool_tokens}>"
@@ -78,7 +80,7 @@ class KvCache:
     def _use(self, chain: Chain) -> None:
         for node in chain:
             if not node.users:
-                self._idle.pop(node, None)
+                self._no_longer_idle(node)
                 self.idle_tokens -= node.allocated
                 node.home[node.key] = node
             node.users += 1
@@ -132,10 +134,11 @@ class KvCache:
             node.allocated = size
 
     def demote(self, program_id: ProgramId) -> None:
-        """What is private to the program is the first to be trimmed."""
+        """What is private to the program is trimmed before what nobody has demoted, the oldest first."""
         node = self._private.get(program_id)
         if node is not None and node in self._idle:
-            self._idle.move_to_end(node, last=False)
+            del self._idle[node]
+            self._demoted[node] = None
 
     def free(self, program_id: ProgramId) -> None:
         """What is private to the program is dropped, unless it runs."""
@@ -147,7 +150,7 @@ class KvCache:
     def offload(self, program_id: ProgramId) -> None:
         """What is private to the program goes to the lower tier, unless it runs."""
         node = self._private.get(program_id)
-        if node is not None and node in self._idle:
+        if node is not None and (node in self._idle or node in self._demoted):
             self._cut(node, node.allocated, keep=True)
 
     def invalidate(self) -> None:
@@ -163,7 +166,7 @@ class KvCache:
         """Free `short` tokens, from the ends of what was used least recently."""
         short = self._rounded(short)
         while short > 0:
-            node = next(iter(self._idle))
+            node = next(iter(self._demoted or self._idle))
             take = min(node.allocated, short)
             self._cut(node, take, keep=True)
             short -= take
@@ -177,10 +180,14 @@ class KvCache:
         node.tokens -= lost
         self.evicted_tokens += lost
         if not node.allocated:
-            self._idle.pop(node, None)
+            self._no_longer_idle(node)
         gone = self.host.put(node, lost) if keep else []
         for other in (*gone, node):
             self._forget(other)
+
+    def _no_longer_idle(self, node: CacheNode) -> None:
+        self._idle.pop(node, None)
+        self._demoted.pop(node, None)
 
     def _forget(self, node: CacheNode) -> None:
         if not (node.allocated or node.host or node.users):
