@@ -55,12 +55,8 @@ def simulate(  # noqa: PLR0913 - the options of a command
     ratio: Annotated[
         str, typer.Option(help="Working set over KV pool: numbers, `endless`, or the profile's `own`.")
     ] = "1.2,2,3",
-    programs: Annotated[
-        int | None, typer.Option(help=f"How many; {PROGRAMS} of a workload, all of a trace.")
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(help=f"Closed: so many at a time; {CONCURRENCY}.")
-    ] = None,
+    programs: Annotated[int | None, typer.Option(help=f"{PROGRAMS} of a workload, all of a trace.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help=f"Closed: at one time; {CONCURRENCY}.")] = None,
     arrivals_per_hour: Annotated[float | None, typer.Option(help="Open: so many come in an hour.")] = None,
     seeds: Annotated[int, typer.Option(help="How many; each draws or orders the programs anew.")] = 5,
     first_seed: Annotated[int, typer.Option(help="The seeds go on from this one.")] = 1,
