@@ -1,0 +1,1 @@
+"""An engine profile measured on a running engine."""
