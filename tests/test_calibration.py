@@ -1,6 +1,5 @@
 """A profile that is measured is the profile of what was measured."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -184,7 +183,7 @@ def test_a_profile_file_is_read_as_it_was_written(tmp_path: Path):
 METRICS = """# TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{block_size="32",engine="0",num_cpu_blocks="None",num_gpu_blocks="700"} 1.0
 """
-SCHEDULER = {"vllm_config": {"scheduler_config": {"max_num_batched_tokens": 512, "max_num_seqs": 2}}}
+SCHEDULER = {"vllm_config": {"scheduler_config": {"max_num_batched_tokens": 512, "max_num_seqs": 1}}}
 MODELS = {"data": [{"id": "tiny", "max_model_len": 96}]}
 
 
@@ -194,7 +193,10 @@ def vllm_routes() -> dict[str, Any]:
 
 @dataclass(slots=True)
 class FakeEngine:
+    """Its time goes on with what it is asked for, and with nothing else."""
+
     routes: dict[str, Any]
+    now_s: float = 0.0
     asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     keys: set[str | None] = field(default_factory=set[str | None])
 
@@ -208,8 +210,7 @@ class FakeEngine:
         body = await request.json()
         self.asked.append(body)
         self.keys.add(request.headers.get("Authorization"))
-        # So that longer takes longer: the times themselves mean nothing.
-        await asyncio.sleep(1e-4 * len(body["prompt"]) + 1e-3 * body["max_tokens"])
+        self.now_s += 0.25 * len(body["prompt"]) + 0.5 * body["max_tokens"]
         if not body["stream"]:
             return web.json_response({"choices": [{"text": ""}]})
         pieces = 'data: {"choices": [{"text": ""}]}\n\n' * body["max_tokens"]
@@ -227,12 +228,13 @@ async def served(fake: FakeEngine) -> AsyncGenerator[str]:
 
 async def test_a_vllm_is_probed_with_token_ids_over_http():
     fake = FakeEngine(vllm_routes())
-    settings = ProbeSettings(batches=(1, 2, 4), decode_tokens=16, prefill_sizes=3, repeats=1)
-    async with served(fake) as url:
-        found = await calibrate(url, api_key="secret", settings=settings)
+    settings = ProbeSettings(decode_tokens=16, prefill_sizes=3, repeats=1)
+    async with served(fake) as url, open_engine(url, api_key="secret", now_s=lambda: fake.now_s) as engine:
+        found = await calibrate_engine(engine, settings)
     assert (found.name, found.kv_tokens, found.block_tokens) == ("tiny", 699 * 32, 32)
-    assert (found.chunk_tokens, found.concurrency) == (512, 2)
-    assert [n for n, _ in found.itl_s] == [1, 2]
+    assert (found.chunk_tokens, found.concurrency) == (512, 1)
+    assert found.prefill_tokens_s == pytest.approx(4)
+    assert found.itl_s == ((1, pytest.approx(0.5)),)
     assert found.on_release is OnRelease.IGNORE
     assert fake.keys == {"Bearer secret"}
     assert all(ask["ignore_eos"] and ask["model"] == "tiny" for ask in fake.asked)

@@ -1,7 +1,7 @@
 """The engine that is probed, over its OpenAI-compatible HTTP routes."""
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -28,7 +28,11 @@ class Probed(Protocol):
 
 @asynccontextmanager
 async def open_engine(
-    url: str, *, model: str | None = None, api_key: str | None = None
+    url: str,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    now_s: Callable[[], float] = anyio.current_time,
 ) -> AsyncGenerator["HttpEngine"]:
     """Speak to the engine at `url`, with or without a trailing `/v1`."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -36,16 +40,19 @@ async def open_engine(
     # A connection that idles while a long request runs may be closed by the engine as it is used again.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
-        yield HttpEngine(session, url.rstrip("/").removesuffix("/v1"), model)
+        yield HttpEngine(session, url.rstrip("/").removesuffix("/v1"), model, now_s)
 
 
 class HttpEngine:
     """Use `open_engine`."""
 
-    def __init__(self, session: aiohttp.ClientSession, root: str, model: str | None) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, root: str, model: str | None, now_s: Callable[[], float]
+    ) -> None:
         self._session = session
         self._root = root
         self._model = model
+        self._now_s = now_s
 
     async def limits(self) -> Limits:
         models = await self._json("/v1/models")
@@ -64,17 +71,15 @@ class HttpEngine:
         return pool or sglang_pool(info or {})
 
     async def generate(self, token_ids: Sequence[int], output_tokens: int) -> float:
-        begin_s = anyio.current_time()
+        begin_s = self._now_s()
         async with self._completion(token_ids, output_tokens, stream=False) as answer:
             await answer.read()
-        return anyio.current_time() - begin_s
+        return self._now_s() - begin_s
 
     async def stream(self, token_ids: Sequence[int], output_tokens: int) -> Sequence[float]:
-        begin_s = anyio.current_time()
+        begin_s = self._now_s()
         async with self._completion(token_ids, output_tokens, stream=True) as answer:
-            return [
-                anyio.current_time() - begin_s async for line in answer.content if line.startswith(b"data: {")
-            ]
+            return [self._now_s() - begin_s async for line in answer.content if line.startswith(b"data: {")]
 
     @asynccontextmanager
     async def _completion(
