@@ -68,6 +68,9 @@ class RuntimeConfig(Section):
     tool_server: ToolServerSettings = ToolServerSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
 
+    trace: Path | None = None
+    """Each finished program adds a line there, which `sostenuto bench` can replay."""
+
 
 def load_toml(path: Path, model: type[M]) -> M:
     """The file as `model`, or a ConfigError that names place, reason and, for an unknown key, the nearest."""

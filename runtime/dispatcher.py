@@ -5,6 +5,7 @@ Invariants:
 - Every action is carried out by a task of the dispatcher's own group: when `open_dispatcher` is left,
   nothing of it is running.
 - A program that leaves `run`, however, holds nothing: no KV, no environment, no place in the scheduler.
+- An engine that dies takes no program with it: the scheduler places those again, with the same tokens.
 """
 
 from collections.abc import AsyncGenerator, Mapping
@@ -13,20 +14,21 @@ from dataclasses import dataclass, replace
 
 import anyio
 from anyio.abc import TaskGroup
-from anyio.streams.memory import MemoryObjectSendStream
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from sostenuto.errors import EngineError, InvalidTransition, ProgramError, boundary
 from sostenuto.records import Trajectory, validate
 from sostenuto.runtime.drive import Drive, Grant, Surroundings
 from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.engines.wire import Capabilities
+from sostenuto.runtime.fleet import Fleet
 from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.publishing import Publication, Publishing, UpdatePolicy
 from sostenuto.runtime.rendering.renderer import Renderer
+from sostenuto.runtime.tool_pace import ToolPace
 from sostenuto.scheduler.actions import (
     Action,
     Decode,
-    EngineJoined,
     Event,
     Evict,
     Expire,
@@ -39,7 +41,8 @@ from sostenuto.scheduler.actions import (
     Tick,
     TurnAway,
 )
-from sostenuto.scheduler.scheduler import Scheduler, SchedulerSettings
+from sostenuto.scheduler.frame import Frame, SchedulerSettings
+from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, Outcome, OutcomeKind, ProgramId, StopReason, Version
 
@@ -57,7 +60,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        settings: SchedulerSettings,
+        policy: Frame,
         engines: Mapping[EngineId, Engine],
         tools: ToolServer,
         renderer: Renderer,
@@ -66,21 +69,22 @@ class Dispatcher:
         update: UpdatePolicy,
         running: TaskGroup,
     ) -> None:
-        self.scheduler = Scheduler(settings)
-        self._engines = engines
+        self.scheduler = policy
+        self._fleet = Fleet(engines, self._feed, answer_s=timeouts.engine_answer_s)
         self._timeouts = timeouts
         self._running = running
         self._seats: dict[ProgramId, _Seat] = {}
         self._publishing = Publishing(engines, update, self._feed, running)
         self._wake = anyio.Event()
-        self._context_tokens = 0
         self._around = Surroundings(
             tools=tools,
             renderer=renderer,
-            engine=engines.__getitem__,
-            context_tokens=lambda: self._context_tokens,
+            generate=self._fleet.generate,
+            release=self._fleet.release,
+            context_tokens=lambda: self._fleet.context_tokens,
             report=self._feed,
             timeouts=timeouts,
+            pace=ToolPace(),
         )
 
     def __repr__(self) -> str:
@@ -96,11 +100,11 @@ class Dispatcher:
     async def run(self, spec: ProgramSpec) -> Trajectory:
         """Drive one program to its end.  Its failure is the outcome of the record, not an exception."""
         send, receive = anyio.create_memory_object_stream[Grant](8)
-        drive = Drive(spec, self._around, receive.receive)
+        drive = Drive(spec, self._around, lambda: _newest(receive))
         with send, receive, anyio.CancelScope() as scope:
             try:
                 self._seats[spec.id] = _Seat(send, scope)
-                self._feed(Submitted(spec.id, self._lease_s(spec)))
+                self._feed(_submitted(spec, self._lease_s(spec)))
                 return await _finish(drive)
             finally:
                 await drive.close()
@@ -117,20 +121,15 @@ class Dispatcher:
         return await self._publishing.publish(manifest)
 
     async def join(self, engine_id: EngineId) -> Capabilities:
-        """Take an engine into the fleet as it is."""
-        facts = await self._engines[engine_id].capabilities()
-        smaller = min(self._context_tokens or facts.context_tokens, facts.context_tokens)
-        self._context_tokens = smaller
-        self._feed(
-            EngineJoined(
-                engine_id=engine_id,
-                version=Version.parse(facts.version),
-                kv_tokens=facts.kv_tokens,
-                concurrency=facts.concurrency,
-                block_tokens=facts.block_tokens,
-            )
-        )
-        return facts
+        """Take an engine into the fleet as it is; also one that was lost and is back.
+
+        EngineError when it does not answer, or serves an older version than the deployed one.
+        """
+        return await self._fleet.join(engine_id, deployed=self.scheduler.gate.deployed)
+
+    async def keep_informed(self) -> None:
+        """Tell the scheduler now and then what the engines say of themselves."""
+        await self._fleet.keep_polling()
 
     async def keep_time(self) -> None:
         """Tell the scheduler of time passing when it asked to be told."""
@@ -157,7 +156,7 @@ class Dispatcher:
             case Prepare() | Decode() | Refuse() | TurnAway():
                 self._seats[action.program_id].grants.send_nowait(action)
             case Evict(program_id, engine_id):
-                self._running.start_soon(self._engines[engine_id].release, program_id)
+                self._running.start_soon(self._fleet.release, engine_id, program_id)
             case Expire(program_id):
                 self._seats[program_id].scope.cancel()
             case Offload() | MoveSandbox():
@@ -176,11 +175,15 @@ async def open_dispatcher(
     *,
     timeouts: Timeouts | None = None,
     update: UpdatePolicy | None = None,
+    policy: Frame | None = None,
 ) -> AsyncGenerator[Dispatcher]:
-    """Join the engines and dispatch until the block is left; programs still running then are cancelled."""
+    """Join the engines and dispatch until the block is left; programs still running then are cancelled.
+
+    `policy`: one that knows nothing yet, in place of ours with `settings`.
+    """
     async with anyio.create_task_group() as running:
         dispatcher = Dispatcher(
-            settings,
+            policy or Scheduler(settings),
             engines,
             tools,
             renderer,
@@ -191,8 +194,27 @@ async def open_dispatcher(
         for engine_id in engines:
             await dispatcher.join(engine_id)
         running.start_soon(dispatcher.keep_time)
+        running.start_soon(dispatcher.keep_informed)
         yield dispatcher
         running.cancel_scope.cancel()
+
+
+async def _newest(grants: MemoryObjectReceiveStream[Grant]) -> Grant:
+    """The scheduler's last word: what it said before the loss of an engine does not count any more."""
+    grant = await grants.receive()
+    while grants.statistics().current_buffer_used:
+        grant = grants.receive_nowait()
+    return grant
+
+
+def _submitted(spec: ProgramSpec, lease_s: float) -> Submitted:
+    return Submitted(
+        spec.id,
+        lease_s,
+        group=spec.group_id,
+        group_size=spec.group_size,
+        trainable_until=spec.trainable_until,
+    )
 
 
 async def _finish(drive: Drive) -> Trajectory:

@@ -7,8 +7,7 @@ Invariants:
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import anyio
@@ -22,11 +21,11 @@ from sostenuto.errors import (
     lone_error,
 )
 from sostenuto.records import Trajectory
-from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.engines.wire import FinishReason, GenerateReply, GenerateRequest, Sampling
 from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.rendering.conversation import Conversation
 from sostenuto.runtime.rendering.renderer import Renderer, Turn
+from sostenuto.runtime.tool_pace import ToolPace
 from sostenuto.scheduler.actions import (
     Answered,
     Decode,
@@ -36,6 +35,7 @@ from sostenuto.scheduler.actions import (
     Refuse,
     ToolReturned,
     TurnAway,
+    TurnCost,
     TurnEnded,
 )
 from sostenuto.scheduler.kv import Footprint
@@ -45,6 +45,7 @@ from sostenuto.types import (
     EngineId,
     Episode,
     Message,
+    ProgramId,
     StopReason,
     ToolCall,
     ToolResult,
@@ -61,18 +62,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a program is driven with.  `grant` waits for the scheduler's next word on the program."""
+    """What a program is driven with."""
 
     tools: ToolServer
     renderer: Renderer
-    engine: Callable[[EngineId], Engine]
+    generate: Callable[[EngineId, GenerateRequest], Awaitable[GenerateReply | None]]
+    """None: the engine was lost, and the scheduler will say where to send the same tokens again."""
+    release: Callable[[EngineId, ProgramId], Awaitable[None]]
     context_tokens: Callable[[], int]
     report: Callable[[Event], None]
     timeouts: Timeouts
+    pace: ToolPace
 
 
 class Drive:
-    """One program.  `run` once, then `close`."""
+    """One program.  `run` once, then `close`.  `grant` waits for the scheduler's next word on it."""
 
     def __init__(
         self, spec: ProgramSpec, around: Surroundings, grant: Callable[[], Awaitable[Grant]]
@@ -86,7 +90,8 @@ class Drive:
         self._turns = 0
         self._calls = 0
         self._usage = Usage()
-        self._engine_id: EngineId | None = None
+        self._engine_ids: set[EngineId] = set()
+        """Where KV of it may be."""
         self._needs_release = False
 
     async def run(self) -> Trajectory:
@@ -160,7 +165,10 @@ class Drive:
         self._around.report(Prepared(self.spec.id, self._footprint(), room))
 
     async def _turn(self) -> StopReason | None:
-        """Decode once and act on it; a reason when the program is over."""
+        """Decode once and act on it; a reason when the program is over.
+
+        A turn whose engine is lost leaves no trace: the next one begins with the same tokens.
+        """
         grant = await self._granted()
         if isinstance(grant, Refuse) and not self._turns:
             raise self._prompt_too_long(
@@ -168,11 +176,15 @@ class Drive:
             )
         if not isinstance(grant, Decode):
             return StopReason.CONTEXT_FULL
+        decoded = await self._decode(grant)
+        if decoded is None:
+            return None
+        reply, turn = decoded
         self._turns += 1
-        reply, turn = await self._decode(grant)
         if stop := self._over(reply, turn):
             return stop
-        self._around.report(TurnEnded(self.spec.id, grant.turn, self._footprint()))
+        tool = self._awaited(turn)
+        self._around.report(TurnEnded(self.spec.id, grant.turn, self._footprint(), tool, _cost(reply)))
         done = await self._act(turn)
         if done:
             return StopReason.ENVIRONMENT_DONE
@@ -181,9 +193,9 @@ class Drive:
         self._around.report(ToolReturned(self.spec.id, grant.turn, self._footprint(), self._room()))
         return None
 
-    async def _decode(self, grant: Decode) -> tuple[GenerateReply, Turn]:
+    async def _decode(self, grant: Decode) -> tuple[GenerateReply, Turn] | None:
         began_s = anyio.current_time()
-        self._engine_id = grant.engine_id
+        self._engine_ids.add(grant.engine_id)
         request = GenerateRequest(
             request_id=f"{self.spec.id}/{grant.turn}",
             program_id=self.spec.id,
@@ -196,7 +208,9 @@ class Drive:
             ),
         )
         self._conversation.sent()
-        reply = await self._around.engine(grant.engine_id).generate(request)
+        reply = await self._around.generate(grant.engine_id, request)
+        if reply is None:
+            return None
         if not reply.token_ids:
             raise PolicyError(f"turn {grant.turn} came back empty ({reply.finish_reason})")
         self._account(reply, prompt_tokens=len(request.token_ids))
@@ -215,6 +229,17 @@ class Drive:
         if allowed is not None and self._calls + wants > allowed:
             return StopReason.TOOL_CALL_LIMIT
         return None
+
+    def _awaited(self, turn: Turn) -> str:
+        """The tool whose return the next turn waits for: of several, the slowest so far.
+
+        What the policy made up is no tool.
+        """
+        if turn.problem is not None:
+            return ""
+        return self._around.pace.slowest(
+            call.name for call in turn.message.tool_calls if call.name in self._tools
+        )
 
     async def _act(self, turn: Turn) -> bool:
         """Run the turn's calls together and put the results into the context, in call order."""
@@ -249,12 +274,15 @@ class Drive:
     async def _call(self, index: int, call: ToolCall) -> ToolResult:
         tool = self._tools.get(call.name)
         deadline_s = tool.timeout_s if tool else 0.0
+        began_s = anyio.current_time()
         result = await self._around.tools.call(
             self.spec.id,
             CallId(f"{self._turns}.{index}"),
             call,
             timeout_s=deadline_s + self._around.timeouts.call_margin_s,
         )
+        if tool is not None:
+            self._around.pace.took(tool.name, anyio.current_time() - began_s)
         match result.status:
             case ToolStatus.ENVIRONMENT_FAILURE:
                 raise EnvironmentFailure(f"tool {call.name}: {result.content}")
@@ -280,17 +308,17 @@ class Drive:
         return reward
 
     async def _release_kv(self) -> None:
-        engine_id = self._engine_id
-        if engine_id is None:
-            return
-        with _left_to_the_lease(f"KV of {self.spec.id} on {engine_id}"):
-            await self._around.engine(engine_id).release(self.spec.id)
-        # Only now: a release that was cancelled half way is done again by `close`.
-        self._engine_id = None
+        for engine_id in tuple(self._engine_ids):
+            await self._around.release(engine_id, self.spec.id)
+            # Only now: a release that was cancelled half way is done again by `close`.
+            self._engine_ids.discard(engine_id)
 
     async def _release_environment(self) -> None:
-        with _left_to_the_lease(f"environment of {self.spec.id}"):
+        try:
             await self._around.tools.release(self.spec.id)
+        except ProgramError as error:
+            # It comes back when its lease ends.
+            _log.warning("environment of %s was not given back: %s", self.spec.id, error)
         self._needs_release = False
 
     async def _granted(self) -> Grant:
@@ -341,10 +369,11 @@ class Drive:
         self._usage += replace(Usage(), **seconds)
 
 
-@contextmanager
-def _left_to_the_lease(what: str) -> Generator[None]:
-    """What cannot be given back now comes back when its lease ends; say so and go on."""
-    try:
-        yield
-    except ProgramError as error:
-        _log.warning("%s was not given back: %s", what, error)
+def _cost(reply: GenerateReply) -> TurnCost:
+    return TurnCost(
+        prefilled_tokens=reply.prefilled_tokens,
+        prefill_s=reply.prefill_s,
+        generated_tokens=len(reply.token_ids),
+        decode_s=reply.decode_s,
+        queue_s=reply.queue_s,
+    )

@@ -6,7 +6,17 @@ from typing import Protocol
 from pydantic import JsonValue
 
 from sostenuto.tools.wire import EnvironmentRef, Prepared, Reward
-from sostenuto.types import CallId, Episode, GroupId, Limits, ProgramId, Purpose, ToolCall, ToolResult
+from sostenuto.types import (
+    CallId,
+    Episode,
+    GroupId,
+    Limits,
+    ProgramId,
+    Purpose,
+    ToolCall,
+    ToolResult,
+    Version,
+)
 
 
 class ToolServer(Protocol):
@@ -49,6 +59,9 @@ class ProgramSpec:
     """Of the sampling noise."""
     environment_seed: int = 0
     """The same for all members of a group."""
+    group_size: int = 1
+    trainable_until: Version | None = None
+    """The newest deployed version under which its record can still be trained; None: no such limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +73,5 @@ class Timeouts:
     call_margin_s: float = 15.0
     """Beyond a tool's own deadline, before the tool server counts as broken."""
     release_s: float = 15.0
+    engine_answer_s: float = 5.0
+    """Within which an engine has to say how it is, before it counts as lost."""

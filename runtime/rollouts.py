@@ -15,6 +15,7 @@ from sostenuto.runtime.dispatcher import Dispatcher
 from sostenuto.runtime.journal import Journal, ProgramEnded, ProgramSealed, ProgramSubmitted
 from sostenuto.runtime.ledger import Ledger
 from sostenuto.runtime.program import ProgramSpec
+from sostenuto.runtime.simulation.traces.recorder import TraceRecorder
 from sostenuto.types import Outcome, OutcomeKind, ProgramId, Purpose
 
 JOB_FAILED = "job_failed"
@@ -25,12 +26,19 @@ class Rollouts:
     """Runs programs of one job.  The only one who writes outcomes of programs that are not sealed."""
 
     def __init__(
-        self, dispatcher: Dispatcher, ledger: Ledger, journal: Journal, *, quarantine_after: int = 3
+        self,
+        dispatcher: Dispatcher,
+        ledger: Ledger,
+        journal: Journal,
+        *,
+        quarantine_after: int = 3,
+        trace: TraceRecorder | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._ledger = ledger
         self._journal = journal
         self._quarantine_after = quarantine_after
+        self._trace = trace
         self._infrastructure_failures: Counter[str] = Counter()
         self.cancelled_by = "user"
         """Who is named when programs are cancelled."""
@@ -75,6 +83,8 @@ class Rollouts:
         self._journal.write(ProgramEnded(program_id, outcome, trajectory))
 
     def _enter(self, trajectory: Trajectory) -> Trajectory:
+        if self._trace is not None:
+            self._trace.record(trajectory)
         outcome = trajectory.outcome
         if outcome is not None:
             if outcome.blame is Blame.INFRASTRUCTURE:

@@ -39,12 +39,20 @@ from sostenuto.types import (
     ToolCall,
     ToolResult,
     ToolStatus,
+    Version,
 )
 
 END = 0
 
 
-def spec(name: str, *, purpose: Purpose = Purpose.TRAIN, limits: Limits | None = None) -> ProgramSpec:
+def spec(
+    name: str,
+    *,
+    purpose: Purpose = Purpose.TRAIN,
+    limits: Limits | None = None,
+    group_size: int = 1,
+    trainable_until: Version | None = None,
+) -> ProgramSpec:
     return ProgramSpec(
         id=ProgramId(name),
         group_id=GroupId("g"),
@@ -53,6 +61,8 @@ def spec(name: str, *, purpose: Purpose = Purpose.TRAIN, limits: Limits | None =
         environment=EnvironmentRef(name="fake", import_path="fake:Fake"),
         task={},
         limits=limits or Limits(wall_s=10_000),
+        group_size=group_size,
+        trainable_until=trainable_until,
     )
 
 
@@ -108,8 +118,13 @@ class FakeEngine:
     decoding: int = 0
     most_decoding: int = 0
     most_held: int = 0
+    is_dead: bool = False
+    """Answers nothing; what it decodes fails when it is done."""
+    requests: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
+    loads: int = 0
 
     async def capabilities(self) -> Capabilities:
+        self._check_alive()
         return Capabilities(
             model="fake",
             architecture="Fake",
@@ -124,24 +139,52 @@ class FakeEngine:
             threads=1,
         )
 
+    def dies(self) -> None:
+        self.is_dead = True
+        self.held.clear()
+
+    def starts_again(self) -> None:
+        self.is_dead = False
+
+    def _check_alive(self) -> None:
+        if self.is_dead:
+            raise EngineError("engine: connection refused")
+
     async def load(self) -> Load:
-        raise EngineError("the fake engine has no load")
+        self._check_alive()
+        self.loads += 1
+        return Load(
+            running=self.decoding,
+            waiting=3,
+            used_kv_tokens=500,
+            held_kv_tokens=100,
+            held_programs=len(self.held),
+            prefilled_tokens=30 * self.loads,
+            cached_tokens=10 * self.loads,
+            generated_tokens=0,
+            updates=0,
+            busy_s=0.0,
+            pause_s=0.0,
+        )
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         program = request.program_id
+        self._check_alive()
         turn = self.turns.get(program, 0)
         self.log.append((anyio.current_time(), program))
+        self.requests.append(request)
         self.decoding += 1
         self.most_decoding = max(self.most_decoding, self.decoding)
         try:
             await anyio.sleep(self.decode_s)
         finally:
             self.decoding -= 1
+        self._check_alive()
         if turn == self.fail_on_turn:
             raise EngineError(f"engine e0: generate of turn {turn} broke")
-        return self._reply(request, turn)
+        return self.reply(request, turn)
 
-    def _reply(self, request: GenerateRequest, turn: int) -> GenerateReply:
+    def reply(self, request: GenerateRequest, turn: int) -> GenerateReply:
         program, cached = request.program_id, self.held.get(request.program_id, 0)
         whole = [*self.script[min(turn, len(self.script) - 1)].encode(), END]
         ids = whole[: request.max_new_tokens]
@@ -165,6 +208,7 @@ class FakeEngine:
 
     async def release(self, program_id: ProgramId) -> None:
         await anyio.lowlevel.checkpoint()
+        self._check_alive()
         self.held.pop(program_id, None)
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
@@ -196,6 +240,8 @@ class FakeTools:
     prompt: str = "hello"
     status: ToolStatus = ToolStatus.OK
     broken: Exception | None = None
+    slow: dict[str, float] = field(default_factory=dict[str, float])
+    """Tools beside `look`, and what a call of each takes."""
     live: set[str] = field(default_factory=set[str])
     calls: list[tuple[str, str, ToolCall]] = field(default_factory=list[tuple[str, str, ToolCall]])
     episodes: list[Episode] = field(default_factory=list[Episode])
@@ -212,15 +258,18 @@ class FakeTools:
         del environment, task, seed, timeout_s
         self.live.add(program_id)
         await anyio.sleep(self.prepare_s)
-        tool = ToolSchema(name="look", description="", parameters={}, timeout_s=60)
-        return Prepared(messages=(Message("user", self.prompt),), tools=(tool,), elapsed_s=0)
+        tools = tuple(
+            ToolSchema(name=name, description="", parameters={}, timeout_s=60)
+            for name in ("look", *self.slow)
+        )
+        return Prepared(messages=(Message("user", self.prompt),), tools=tools, elapsed_s=0)
 
     async def call(
         self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float
     ) -> ToolResult:
         del timeout_s
         self.calls.append((program_id, call_id, call))
-        await anyio.sleep(self.call_s)
+        await anyio.sleep(self.slow.get(call.name, self.call_s))
         if self.broken:
             raise self.broken
         return ToolResult(self.status, f"[{call.arguments}]", done=call.name == "finish")

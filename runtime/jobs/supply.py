@@ -184,7 +184,14 @@ class GroupSupply:
             temperature=self._job.algorithm.temperature,
             seed=seed_of(self._job.seed, draw.ordinal, member),
             environment_seed=seed_of(self._job.seed, draw.ordinal),
+            group_size=self._job.algorithm.group_size,
+            trainable_until=self._trainable_until(),
         )
+
+    def _trainable_until(self) -> Version:
+        """Of a program that begins to sample now."""
+        deployed = self._deployed()
+        return Version(deployed.epoch, deployed.number + self._job.max_staleness)
 
     async def _run(self, spec: ProgramSpec) -> None:
         trajectory = await self._rollouts.run(spec)

@@ -25,6 +25,7 @@ from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.renderer import Renderer
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.runtime.run_directory import RunDirectory
+from sostenuto.runtime.simulation.traces.recorder import TraceRecorder
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, Version
 
@@ -76,6 +77,7 @@ async def open_workshop(
     """Start an engine on the model folder and a dispatcher on the engine."""
     config, engine_id = premises.config, EngineId(f"{name}-engine")
     renderer = await anyio.to_thread.run_sync(lambda: open_renderer(ModelFolder.open(folder)))
+    trace = TraceRecorder(config.trace) if config.trace else None
     version = premises.new_version()
     with _socket_folder(premises.run) as sockets, lone_error():
         settings = EmbeddedSettings(
@@ -99,7 +101,7 @@ async def open_workshop(
             ) as dispatcher,
         ):
             premises.journal.write(VersionPublished(version, step=0))
-            rollouts = Rollouts(dispatcher, premises.ledger, premises.journal)
+            rollouts = Rollouts(dispatcher, premises.ledger, premises.journal, trace=trace)
             yield Workshop(premises, renderer, engine, dispatcher, rollouts)
 
 
