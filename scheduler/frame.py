@@ -274,7 +274,7 @@ class Frame(ABC):
         self._note(program, Reason.ORDER, now_s)
         self._became_runnable(program, now_s)
 
-    def _on_answered(self, program: Program, event: Answered, now_s: float) -> None:
+    def _on_answered(self, program: Program, event: object, now_s: float) -> None:
         del event
         self._move(program, Move.ANSWER, now_s)
         self._leave(program, now_s)

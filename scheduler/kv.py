@@ -68,6 +68,14 @@ class KvLedger:
         return self._capacity
 
     @property
+    def block_tokens(self) -> int:
+        return self._block
+
+    def resize(self, capacity_tokens: int) -> None:
+        """For a budget that is found: what is reserved may exceed it until it comes back."""
+        self._capacity = capacity_tokens
+
+    @property
     def free_tokens(self) -> int:
         return self._capacity - self._reserved
 

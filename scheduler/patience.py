@@ -9,7 +9,7 @@ is due: an engine is kept clear for it, nothing else starts there, and KV is tak
 one turn there; what decodes when the engine is claimed ends its turn first.
 """
 
-from collections.abc import Iterator
+from itertools import islice
 from math import ceil
 
 from sostenuto.scheduler.program import Program
@@ -24,7 +24,8 @@ class Patience:
         self._ahead: dict[ProgramId, int] = {}
         self.longest_turn_s = 0.0
         self.longest_bound_s = 0.0
-        """Of the programs that were started so far."""
+        """Of the programs that were served so far."""
+        self.longest_wait_s = 0.0
 
     def __len__(self) -> int:
         return len(self._runnable)
@@ -39,8 +40,15 @@ class Patience:
         self._runnable.pop(program.id, None)
         self._ahead.pop(program.id, None)
 
-    def in_order(self) -> Iterator[Program]:
-        return iter(self._runnable.values())
+    def due(self, until_s: float, most: int) -> list[Program]:
+        """Those who have been runnable since `until_s` or longer, longest first."""
+        longest = islice(self._runnable.values(), most)
+        return [program for program in longest if program.runnable_since_s <= until_s]
+
+    def served(self, program: Program, now_s: float, patience_s: float, engines: int) -> None:
+        """It stops waiting because its turn begins: keep the bound, and the wait itself."""
+        self.longest_bound_s = max(self.longest_bound_s, self.bound_s(program, patience_s, engines))
+        self.longest_wait_s = max(self.longest_wait_s, now_s - program.runnable_since_s)
 
     def bound_s(self, program: Program, patience_s: float, engines: int) -> float:
         """The longest that `program`, which waits, may have to."""

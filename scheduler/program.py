@@ -2,12 +2,16 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from sostenuto.scheduler.actions import NO_CLAIM, SandboxClaim, Submitted
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.types import EngineId, GroupId, ProgramId, Version
+
+if TYPE_CHECKING:
+    from sostenuto.scheduler.seat import Seat
 
 _NOTHING = Footprint(0)
 NEVER = float("inf")
@@ -46,12 +50,18 @@ class Program:
     phase: Phase = Phase.QUEUED
     since_s: float = 0.0
     """When its phase began."""
-    prepared: bool = False
-    """Its environment is ready and its first turn has not been refused or given up."""
+    is_unstarted: bool = False
+    """Its environment is ready, and it waits for its first turn."""
+    claims: "Seat | None" = None
+    """The engine that is kept clear for it."""
+    offloaded_to: "Seat | None" = None
+    """Whose lower tier has its KV."""
     acting_since_s: float = 0.0
     """When its last tool call began."""
     decoding_since_s: float = 0.0
     """When its last turn was started."""
+    decoding_from: float = 0.0
+    """Program-seconds of its engine at that time."""
     turn: int = 0
     footprint: Footprint = _NOTHING
     wanted: Footprint = _NOTHING
@@ -88,6 +98,12 @@ class Program:
         """Its context is known, and its next turn adds at most `turn_tokens`."""
         self.footprint = footprint
         self.wanted = Footprint(footprint.private_tokens + turn_tokens, footprint.shared)
+
+    def leave_host(self) -> None:
+        """Nothing of it is in a lower tier any more.  Safe to call twice."""
+        if self.offloaded_to is not None:
+            self.offloaded_to.take_from_host(self.id)
+            self.offloaded_to = None
 
     def waits_for(self, reason: Reason | None, now_s: float) -> Reason | None:
         """Note what it waits for from now on; returns what it waited for until now."""

@@ -1,214 +1,101 @@
 """Which program decodes next, where, and who gives up its KV for it.
 
 - A program whose result is back goes on where its KV is; one without KV goes where its turn is over first.
-- KV of acting programs is given up only when somebody waits for it and that pays (`Seat.cover`).
-- Younger programs may pass one that does not fit, for so long and no longer (`Patience`): then an engine is
+- KV of acting programs is given up only when somebody waits for it and that pays (`Seat.cover`); where the
+  engine has a lower tier it goes there first.
+- Others may pass a program that does not fit, for so long and no longer (`Patience`): then an engine is
   cleared for it.
+- Sandboxes step down when one more is wanted and those of waiting programs would lie idle for longer than
+  their coming back takes.
 """
 
-from sostenuto.scheduler.acting import Acting, ActingByTool, ActingForeseen, Foresight
-from sostenuto.scheduler.actions import Action, EngineJoined, Evict, Prepared, Refuse, Submitted, TurnEnded
-from sostenuto.scheduler.frame import Frame, SchedulerSettings
-from sostenuto.scheduler.kv import KvLedger
-from sostenuto.scheduler.lifecycle import Move, Phase
-from sostenuto.scheduler.order import FIRST, KeyQueue, Order
-from sostenuto.scheduler.patience import Patience
-from sostenuto.scheduler.prefetch import Prefetch
+from sostenuto.scheduler.actions import (
+    Action,
+    Evict,
+    MoveSandbox,
+    Offload,
+    Refuse,
+    SandboxRung,
+)
+from sostenuto.scheduler.books import Books
+from sostenuto.scheduler.frame import SchedulerSettings
+from sostenuto.scheduler.lifecycle import Move
+from sostenuto.scheduler.order import FIRST, Key
 from sostenuto.scheduler.program import Program, Reason
-from sostenuto.scheduler.rates import EngineRates
 from sostenuto.scheduler.seat import Seat
-from sostenuto.scheduler.tool_times import ToolTimes
 
 __all__ = ["Scheduler", "SchedulerSettings"]
 
 _SWEEP_S = 1.0
-"""While somebody waits, engines that had no room are looked at again: hazards fall with time."""
-_LOOK_PAST = 8
-"""Programs that are tried behind one for which there is no room."""
+"""While somebody waits, engines that had no room are looked at again: rates of return fall with time."""
+_LOOK_PAST = 3
+"""Programs that are tried where the first of them may find no room."""
+_SNAPSHOT_AFTER = 20.0
+"""A sandbox that lies idle for so many times what a snapshot costs is snapshotted."""
 
 
-class Scheduler(Frame):
-    """Owner of all programs' phases.  One event at a time; never re-entered.
+class Scheduler(Books):
+    """Owner of all programs' phases.  One event at a time; never re-entered."""
 
-    With `foresight` it is the clairvoyant one, for comparison: it knows how long each tool call takes.
-    """
-
-    def __init__(
-        self, settings: SchedulerSettings | None = None, *, foresight: Foresight | None = None
-    ) -> None:
-        super().__init__(settings)
-        self._seats: dict[str, Seat] = {}
-        self._waiting = KeyQueue()
-        self._ready = 0
-        self._times = ToolTimes()
-        self._order = Order()
-        self._foresight = foresight
-        self._swept_s = 0.0
-        self._prefetch = Prefetch()
-        self._newcomers: list[Program] = []
-        """They began to wait since it was last decided."""
-        self._unstarted = 0
-        """Programs with an environment that have not begun their first turn."""
-        self.patience = Patience()
-
-    # ---- hooks ----
-
-    def _waiting_count(self) -> int:
-        return len(self._waiting)
-
-    def _new_seat(self, event: EngineJoined) -> Seat:
-        plain = super()._new_seat(event)
-        acting: Acting = ActingForeseen(self._foresight) if self._foresight else ActingByTool(self._times)
-        seat = Seat(
-            plain.id,
-            plain.kv,
-            plain.concurrency,
-            rates=EngineRates(event.prefill_tokens_s, event.concurrency),
-            acting=acting,
-            host=KvLedger(event.host_tokens) if event.host_tokens else None,
-            host_tokens_s=event.host_tokens_s,
-        )
-        self._seats[seat.id] = seat
-        return seat
-
-    def _on_submitted(self, event: Submitted, now_s: float) -> list[Action]:
-        actions = super()._on_submitted(event, now_s)
-        program = self._programs.get(event.program_id)
-        if program is not None and not actions:
-            self._order.submitted(program)
-        return actions
-
-    def _may_prepare(self, now_s: float) -> bool:
-        if not super()._may_prepare(now_s):
-            return False
-        ahead = len(self._preparing) + self._unstarted
-        limit = self._settings.prepare_ahead
-        if limit is None:
-            free = sum(seat.kv.free_tokens for seat in self._seats.values())
-            limit = self._prefetch.ahead(free, now_s)
-        return ahead < limit
-
-    def _on_prepared(self, program: Program, event: Prepared, now_s: float) -> None:
-        self._prefetch.prepared(now_s - program.since_s, event.footprint.tokens + event.turn_tokens)
-        self._unstarted += 1
-        program.prepared = True
-        super()._on_prepared(program, event, now_s)
-
-    def _turn_is_known(self, program: Program, event: TurnEnded, now_s: float) -> None:
-        seat, cost = self._seat_of(program), event.cost
-        program.evictions = 0
-        self.patience.turn_took(now_s - program.decoding_since_s)
-        if seat is not None and cost is not None:
-            seat.rates.prefilled(cost.prefilled_tokens, cost.prefill_s)
-            seat.rates.decoded(cost.generated_tokens, cost.decode_s, len(seat.decoding))
-
-    def _tool_is_known(self, program: Program, acted_s: float, now_s: float) -> None:
-        self._times.learn(program.tool, acted_s)
-        program.runnable_since_s = now_s
-
-    def _began_acting(self, program: Program, now_s: float) -> None:
-        seat = self._seat_of(program)
-        assert seat is not None
-        seat.hold(program, now_s)
-        seat.is_open = True
-
-    def _became_runnable(self, program: Program, now_s: float) -> None:
-        key = self._order.key(program, self.gate.deployed)
-        if program.turn == 0:
-            program.runnable_since_s = now_s
-        self.patience.began_to_wait(program)
-        if program.phase is Phase.WAITING:
-            self._waiting.add(key, program)
-            self._newcomers.append(program)
-            return
-        seat = self._seat_of(program)
-        assert seat is not None
-        seat.stop_acting(program)
-        seat.grew(max(0, program.wanted.private_tokens - program.held_tokens))
-        seat.ready.add(key, program)
-        seat.is_open = True
-
-    def _leaves(self, program: Program, now_s: float) -> None:
-        self._waiting.discard(program.id)
-        self.patience.stopped_waiting(program)
-        if program.turn == 0 and program.prepared:
-            self._unstarted -= 1
-            program.prepared = False
-        for seat in self._seats.values():
-            if seat.claimed_by is program:
-                seat.claimed_by = None
-        seat = self._seat_of(program)
-        if seat is not None:
-            seat.forget(program)
-            seat.is_open = True
-
-    def _has_finished(self, program: Program, now_s: float) -> None:
-        for mate in self._order.finished(program):
-            key = self._order.key(mate, self.gate.deployed)
-            if mate.id in self._waiting:
-                self._waiting.add(key, mate)
-            seat = self._seat_of(mate)
-            if seat is not None and mate.id in seat.ready:
-                seat.ready.add(key, mate)
+    _swept_s = 0.0
 
     def _look_again_s(self) -> float | None:
-        waits = self._waiting or any(seat.ready for seat in self._seats.values())
-        return self._swept_s + _SWEEP_S if waits and self._seats else None
+        waits = self._seats and (len(self.patience) > 0 or self._is_short_of_sandboxes())
+        return self._swept_s + _SWEEP_S if waits else None
 
     def _decide(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
         if now_s >= self._swept_s + _SWEEP_S:
-            self._swept_s = now_s
-            for seat in self._seats.values():
-                seat.is_open = True
-                seat.too_much_tokens = float("inf")
-        actions: list[Action] = self._serve_the_due(now_s)
+            actions += self._sweep(now_s)
+        if not len(self.patience):
+            self._newcomers.clear()
+            return actions
+        actions += self._serve_the_due(now_s)
         for seat in self._seats.values():
-            if seat.is_open and seat.ready:
+            if seat.is_open and len(seat.ready):
                 actions += self._resume(seat, now_s)
         newcomers, self._newcomers = self._newcomers, []
-        if self._waiting and any(seat.is_open for seat in self._seats.values()):
-            actions += self._admit(now_s)
-        for program in newcomers:
-            if program.id in self._waiting and (made := self._place(program, now_s)) is not None:
-                actions += made
+        if len(self._waiting):
+            actions += self._admit(newcomers, now_s)
         return actions
+
+    def _sweep(self, now_s: float) -> list[Action]:
+        self._swept_s = now_s
+        for seat in self._seats.values():
+            seat.is_open = True
+            seat.too_much_tokens = float("inf")
+        return self._make_room_for_sandbox()
 
     # ---- those who have waited long enough ----
 
     def _serve_the_due(self, now_s: float) -> list[Action]:
+        for program in self.patience.due(now_s - self._settings.patience_s, 2 * len(self._seats)):
+            if program.claims is None and (seat := self._to_clear(program)) is not None:
+                seat.claimed_by, program.claims = program, seat
         actions: list[Action] = []
-        unclaimed = [s for s in self._seats.values() if s.claimed_by is None and self.gate.may_start(s.id)]
-        claimants = {s.claimed_by.id for s in self._seats.values() if s.claimed_by is not None}
-        for program in self.patience.in_order():
-            if not unclaimed or now_s - program.runnable_since_s < self._settings.patience_s:
-                break
-            if program.id not in claimants and (seat := self._to_clear(program, unclaimed)) is not None:
-                seat.claimed_by = program
-                unclaimed.remove(seat)
         for seat in self._seats.values():
-            actions += self._clear(seat, now_s)
+            if seat.claimed_by is not None:
+                actions += self._clear(seat, seat.claimed_by, now_s)
         return actions
 
-    def _to_clear(self, program: Program, unclaimed: list[Seat]) -> Seat | None:
+    def _to_clear(self, program: Program) -> Seat | None:
         """Where its KV is; else the engine that has least to end before it fits."""
-        home = self._seat_of(program)
+        home = self.seat_of(program)
+        unclaimed = [s for s in self._seats.values() if s.claimed_by is None and self.gate.may_start(s.id)]
         if home is not None:
             return home if home in unclaimed else None
-        able = [seat for seat in unclaimed if seat.kv.could_ever_hold(program.wanted)]
+        able = [seat for seat in unclaimed if seat.could_ever_hold(program.wanted)]
         return max(able, key=lambda seat: seat.kv.free_tokens + seat.acting_tokens, default=None)
 
-    def _clear(self, seat: Seat, now_s: float) -> list[Action]:
+    def _clear(self, seat: Seat, program: Program, now_s: float) -> list[Action]:
         """Start the program that the engine is kept clear for as soon as it fits."""
-        program = seat.claimed_by
-        if program is None or seat.free_slots <= 0 or not self.gate.may_start(seat.id):
+        if seat.free_slots <= 0 or not self.gate.may_start(seat.id):
             return []
         needed = seat.kv.missing_tokens(program.id, program.wanted)
         victims = seat.clear(needed, now_s, FIRST) if needed else []
         if victims is None:
             return []
-        actions = self._evict(victims, seat, now_s)
-        actions.append(self._begin(program, seat, now_s))
-        return actions
+        return self._begin(program, seat, victims, now_s) or []
 
     # ---- where the KV is ----
 
@@ -223,71 +110,92 @@ class Scheduler(Frame):
                 break
             if program.id not in seat.ready:
                 continue
-            if not seat.kv.could_ever_hold(program.wanted):
+            if not seat.could_ever_hold(program.wanted):
                 actions += self._outgrown(program, seat, now_s)
-            elif (made := self._make_room(program, seat, now_s)) is not None:
-                actions += made
-                actions.append(self._begin(program, seat, now_s))
-            else:
-                self._note(program, Reason.KV, now_s)
+                continue
+            started = self._start_at_home(program, seat, now_s)
+            if started is None:
+                started = self._start_elsewhere(program, seat, now_s)
+            actions += started or []
         return actions
 
     def _outgrown(self, program: Program, seat: Seat, now_s: float) -> list[Action]:
         self._give_up_kv(program, Move.EVICT, now_s)
         return [Evict(program.id, seat.id), *self._refuse(program)]
 
-    def _make_room(self, program: Program, seat: Seat, now_s: float) -> list[Action] | None:
-        """Room for its next turn where its KV is; None when none can be had at a price that pays."""
+    def _start_at_home(self, program: Program, seat: Seat, now_s: float) -> list[Action] | None:
         needed = seat.kv.missing_tokens(program.id, program.wanted)
-        if not needed:
-            return []
-        victims = seat.cover(needed, now_s)
-        if victims is None and not seat.decoding:
-            victims = seat.clear(needed, now_s, seat.ready.key_of(program.id) or FIRST)
-        return None if victims is None else self._evict(victims, seat, now_s)
+        key = seat.ready.key_of(program.id) or FIRST
+        victims = self._victims(needed, seat, key, now_s)
+        if victims is None:
+            self._note(program, Reason.KV, now_s)
+            return None
+        return self._begin(program, seat, victims, now_s)
+
+    def _start_elsewhere(self, program: Program, home: Seat, now_s: float) -> list[Action] | None:
+        """It has waited as long as computing its KV anew takes: another engine with room may do that."""
+        anew_s = home.prefill_s(program.wanted.private_tokens)
+        if len(self._seats) == 1 or now_s - program.runnable_since_s < anew_s:
+            return None
+        others = [s for s in self._usable(program) if s is not home and not self._lacking(program, s)]
+        if not others:
+            return None
+        seat = min(others, key=lambda other: self._load_with(program, other))
+        self._give_up_kv(program, Move.EVICT, now_s)
+        return [Evict(program.id, home.id), *(self._begin(program, seat, [], now_s) or [])]
 
     # ---- where there is none ----
 
-    def _admit(self, now_s: float) -> list[Action]:
-        """Programs that hold no KV, in order."""
+    def _admit(self, newcomers: list[Program], now_s: float) -> list[Action]:
+        """Programs that hold no KV: in order where an engine has changed, else only those that are new."""
         actions: list[Action] = []
-        while True:
-            started = 0
-            for program in self._waiting.first_of(_LOOK_PAST):
-                made = self._place(program, now_s)
-                if made is not None:
-                    actions += made
-                    started += 1
-            if not started or not self._waiting:
+        while any(seat.is_open for seat in self._seats.values()):
+            made = [self._place(program, now_s) for program in self._waiting.first_of(_LOOK_PAST)]
+            started = [action for some in made for action in some or ()]
+            actions += started
+            if not started or not len(self._waiting):
                 break
-        if self._waiting:
-            for seat in self._seats.values():
-                seat.is_open = False
+        for seat in self._seats.values():
+            seat.is_open = False
+        for program in newcomers:
+            if program.id in self._waiting:
+                actions += self._place(program, now_s) or []
         return actions
+
+    def _usable(self, program: Program) -> list[Seat]:
+        return [
+            seat
+            for seat in self._seats.values()
+            if seat.claimed_by is None
+            and seat.free_slots > 0
+            and self.gate.may_start(seat.id)
+            and seat.could_ever_hold(program.wanted)
+        ]
 
     def _place(self, program: Program, now_s: float) -> list[Action] | None:
         """Start it, or refuse it; None: it goes on waiting."""
-        able = [s for s in self._seats.values() if s.kv.could_ever_hold(program.wanted)]
-        if not able:
-            return self._refuse(program) or None
-        usable = [s for s in able if s.free_slots > 0 and self.gate.may_start(s.id) and s.claimed_by is None]
+        usable = self._usable(program)
         if not usable:
-            slots = any(self.gate.may_start(s.id) for s in able)
-            self._note(program, Reason.SLOTS if slots else Reason.VERSION, now_s)
-            return None
+            return self._wait_or_refuse(program, now_s)
         needs = [(self._lacking(program, seat), seat) for seat in usable]
         free = [seat for needed, seat in needs if not needed]
         if free:
             seat = min(free, key=lambda seat: self._load_with(program, seat))
-            return [self._begin(program, seat, now_s)]
+            return self._begin(program, seat, [], now_s)
+        key = self._waiting.key_of(program.id) or FIRST
         for needed, seat in sorted(needs, key=lambda pair: pair[0]):
-            victims = seat.cover(needed, now_s)
-            if victims is None and not seat.decoding:
-                victims = seat.clear(needed, now_s, self._waiting.key_of(program.id) or FIRST)
+            victims = self._victims(needed, seat, key, now_s)
             if victims is not None:
-                evictions = self._evict(victims, seat, now_s)
-                return [*evictions, self._begin(program, seat, now_s)]
+                return self._begin(program, seat, victims, now_s)
         self._note(program, Reason.KV, now_s)
+        return None
+
+    def _wait_or_refuse(self, program: Program, now_s: float) -> list[Action] | None:
+        able = [seat for seat in self._seats.values() if seat.could_ever_hold(program.wanted)]
+        if not able:
+            return self._refuse(program) or None
+        verified = any(self.gate.may_start(seat.id) for seat in able)
+        self._note(program, Reason.SLOTS if verified else Reason.VERSION, now_s)
         return None
 
     def _lacking(self, program: Program, seat: Seat) -> int:
@@ -302,40 +210,111 @@ class Scheduler(Frame):
         A prefix that is there already counts for what it saves and no more, so that one which all programs
         share does not draw them all to one engine.
         """
-        growth = seat.kv.growth_tokens(program.id, program.footprint)
-        return len(seat.kv) + growth / max(1, program.footprint.tokens)
+        load = float(len(seat.kv))
+        if program.offloaded_to is not seat:
+            growth = seat.kv.growth_tokens(program.id, program.footprint)
+            load += growth / max(1, program.footprint.tokens)
+        return load
 
     def _refuse(self, program: Program) -> list[Action]:
         """Refuse what no engine of the fleet can hold; its shell answers with Answered or Finished."""
-        if not self._seats or any(s.kv.could_ever_hold(program.wanted) for s in self._seats.values()):
+        if not self._seats or any(s.could_ever_hold(program.wanted) for s in self._seats.values()):
             return []
+        self._stops_waiting(program)
         largest = max(seat.kv.capacity_tokens for seat in self._seats.values())
-        self._waiting.discard(program.id)
         return [Refuse(program.id, program.wanted.tokens, largest)]
 
     # ---- what changes ----
 
-    def _begin(self, program: Program, seat: Seat, now_s: float) -> Action:
+    def _victims(self, needed: int, seat: Seat, key: Key, now_s: float) -> list[Program] | None:
+        """Who gives up KV so that `needed` tokens are free; None when that does not pay."""
+        if not needed:
+            return []
+        victims = seat.cover(needed, now_s)
+        if victims is None and not seat.decoding:
+            # Nothing runs there, so nothing would change by waiting.
+            victims = seat.clear(needed, now_s, key)
+        return victims
+
+    def _begin(
+        self, program: Program, seat: Seat, victims: list[Program], now_s: float
+    ) -> list[Action] | None:
+        """Decode its next turn there; None, and nothing changes, while there is no room for its sandbox."""
+        sandbox = self._wake_sandbox(program)
+        if sandbox is None:
+            self._note(program, Reason.SANDBOX, now_s)
+            return None
+        actions = [*sandbox, *self._evict(victims, seat, now_s)]
+        if program.offloaded_to is not None and program.offloaded_to is not seat:
+            actions.append(Evict(program.id, program.offloaded_to.id))
+        program.leave_host()
         reserved = seat.kv.reserve(program.id, program.wanted)
         assert reserved, f"{program.id} does not fit on {seat.id}"
-        self._waiting.discard(program.id)
-        seat.ready.discard(program.id)
-        self.patience.stopped_waiting(program)
-        for other in self._seats.values():
-            if other.claimed_by is program:
-                other.claimed_by = None
-        if program.turn == 0:
-            self._unstarted -= 1
+        if program.is_unstarted:
             self._prefetch.admitted(now_s)
-        return self._start(program, seat, now_s)
+        self.patience.served(program, now_s, self._settings.patience_s, len(self._seats))
+        self._waited(program, now_s)
+        self._stops_waiting(program)
+        seat.ready.discard(program.id)
+        program.decoding_from = seat.program_seconds(now_s)
+        actions.append(self._start(program, seat, now_s))
+        return actions
 
     def _evict(self, victims: list[Program], seat: Seat, now_s: float) -> list[Action]:
         actions: list[Action] = []
         for victim in victims:
             victim.evictions += 1
+            tokens = victim.held_tokens
             self._give_up_kv(victim, Move.EVICT, now_s)
-            actions.append(Evict(victim.id, seat.id))
+            actions += self._one_rung_down(victim, tokens, seat)
         return actions
 
-    def _seat_of(self, program: Program) -> Seat | None:
-        return self._seats.get(program.engine.id) if program.engine is not None else None
+    def _one_rung_down(self, victim: Program, tokens: int, seat: Seat) -> list[Action]:
+        """To the lower tier, where the longest parked make room; without one, the KV is dropped."""
+        if seat.host is None or tokens > seat.host.capacity_tokens:
+            return [Evict(victim.id, seat.id)]
+        actions: list[Action] = []
+        while seat.host.free_tokens < tokens:
+            oldest = next(iter(seat.offloaded.values()))
+            oldest.leave_host()
+            actions.append(Evict(oldest.id, seat.id))
+        seat.put_on_host(victim, tokens)
+        return [*actions, Offload(victim.id, seat.id)]
+
+    # ---- sandboxes ----
+
+    def _is_short_of_sandboxes(self) -> bool:
+        return self._sandboxes.is_limited and len(self._queued) > 0 and not self._next_sandbox_fits()
+
+    def _make_room_for_sandbox(self) -> list[Action]:
+        """The next environment does not fit: sandboxes of programs that wait for KV step down."""
+        oldest = self._queued.oldest()
+        if oldest is None or not self._is_short_of_sandboxes():
+            return []
+        return self._step_down(self._programs[oldest[1]]) or []
+
+    def _wake_sandbox(self, program: Program) -> list[Action] | None:
+        """Its sandbox is needed again, after this turn; None when there is no room for it."""
+        if self._sandboxes.rung(program.id) in (None, SandboxRung.RUNNING):
+            return []
+        actions: list[Action] = []
+        if not self._sandboxes.can_run(program.id):
+            made = self._step_down(program)
+            if made is None:
+                return None
+            actions = made
+        self._sandboxes.move(program.id, SandboxRung.RUNNING)
+        return [*actions, MoveSandbox(program.id, SandboxRung.RUNNING)]
+
+    def _step_down(self, wanting: Program) -> list[Action] | None:
+        """Free what the sandbox of `wanting` takes; None when that cannot be done or does not pay."""
+        rung = SandboxRung.RECLAIMED
+        if self._mean_wait_s > _SNAPSHOT_AFTER * self._sandboxes.return_s(SandboxRung.SNAPSHOTTED):
+            rung = SandboxRung.SNAPSHOTTED
+        if self._mean_wait_s < self._sandboxes.return_s(rung):
+            return None
+        idle = (program for program in self._waiting.last_first() if program is not wanting)
+        stepping = self._sandboxes.step_down(wanting.sandbox, idle)
+        for program in stepping:
+            self._sandboxes.move(program.id, rung)
+        return [MoveSandbox(program.id, rung) for program in stepping] or None

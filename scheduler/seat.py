@@ -6,12 +6,15 @@ from itertools import islice
 
 from sostenuto.scheduler.acting import Acting, Candidate
 from sostenuto.scheduler.fleet import EngineSeat
-from sostenuto.scheduler.kv import KvLedger
+from sostenuto.scheduler.kv import Footprint, KvLedger
 from sostenuto.scheduler.order import Key, KeyQueue
 from sostenuto.scheduler.program import Program
 from sostenuto.scheduler.rates import EngineRates
+from sostenuto.scheduler.window import Window
+from sostenuto.types import ProgramId
 
 _SMOOTHING = 0.05
+_CROWDED = 0.25
 _LOOKED_AT = 64
 """Programs among which the cheapest cover is sought."""
 _CERTAIN = 1e3
@@ -33,6 +36,10 @@ class Seat(EngineSeat):
     """What a program that holds KV lacks for its next turn, on average."""
     host: KvLedger | None = None
     """The lower tier; None: there is none."""
+    window: Window | None = None
+    """The budget that was found, where the engine does not say how large its pool is."""
+    offloaded: dict[ProgramId, Program] = field(default_factory=dict[ProgramId, Program])
+    """Who has KV in the lower tier, longest there first."""
     host_tokens_s: float = 0.0
     is_open: bool = True
     """Whether something has changed since the last program found no room here."""
@@ -43,7 +50,12 @@ class Seat(EngineSeat):
 
     @property
     def free_slots(self) -> int:
-        return min(self.concurrency, self.rates.decode_cap) - len(self.decoding)
+        return (self.rates.decode_cap if self.is_crowded else self.concurrency) - len(self.decoding)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether KV is short: then each token that decodes longer than it must is taken from another."""
+        return self.kv.free_tokens < _CROWDED * self.kv.capacity_tokens
 
     def hold(self, program: Program, now_s: float) -> None:
         """The program begins to act and keeps what its context takes."""
@@ -75,21 +87,53 @@ class Seat(EngineSeat):
         self.decoding.discard(program.id)
         if self.kv.release(program.id):
             self.is_open = True
-        if self.claimed_by is program:
-            self.claimed_by = None
+
+    def put_on_host(self, program: Program, tokens: int) -> None:
+        """Its KV is in the lower tier, which has room for it."""
+        assert self.host is not None
+        self.host.reserve(program.id, Footprint(tokens))
+        self.offloaded[program.id] = program
+        program.offloaded_to = self
+
+    def take_from_host(self, program_id: ProgramId) -> None:
+        if self.host is not None:
+            self.host.release(program_id)
+        self.offloaded.pop(program_id, None)
+
+    def program_seconds(self, now_s: float) -> float:
+        """Integral over time of how many decode here; to be asked for before that changes."""
+        return self.rates.program_seconds(len(self.decoding), now_s)
+
+    def prefill_s(self, tokens: int) -> float:
+        return tokens / self.rates.prefill_tokens_s
+
+    def could_ever_hold(self, wanted: Footprint) -> bool:
+        """Whether it fits an empty engine.  A budget that was only found gives way."""
+        if self.window is not None:
+            self.window.ensure(wanted.tokens + self.kv.block_tokens * (1 + len(wanted.shared)))
+            self.follow_window()
+        return self.kv.could_ever_hold(wanted)
+
+    def follow_window(self) -> None:
+        if self.window is not None:
+            self.kv.resize(self.window.tokens)
 
     def break_even_rate(self, tokens: int, needed: int) -> float:
         """Below this rate of return, giving up `tokens` for a program that lacks `needed` pays.
 
-        Holding them for g seconds keeps the other program from running for g seconds.  Giving them up
-        costs a prefill of tokens/R seconds, in which the program itself and all that decode beside it
-        stand still: g = max(tokens, needed) / R * (1 + decoding).  From the lower tier they come back
-        without the others' standing still.
+        Holding them for g seconds keeps the other from running for g seconds, at the pace at which one
+        decodes here now.  Giving them up costs a prefill of tokens/R seconds, in which the program itself
+        and all that decode beside it stand still.  Break-even:
+
+            g * pace = max(tokens, needed) / R * (1 + decoding)
+
+        which grows from the time to prefill one program, on an idle engine, to about that of the whole
+        pool, on a full one.  From a lower tier tokens come back without the others' standing still.
         """
         at_stake = max(tokens, needed)
         if self.host is not None:
-            return self.host_tokens_s / at_stake
-        return self.rates.prefill_tokens_s / (at_stake * (1 + len(self.decoding)))
+            return self.host_tokens_s * self.rates.pace / at_stake
+        return self.rates.prefill_tokens_s * self.rates.pace / (at_stake * (1 + len(self.decoding)))
 
     def cover(self, needed: int, now_s: float) -> list[Program] | None:
         """Acting programs whose KV, given up, frees `needed` tokens at the least cost; None: it does not pay.
