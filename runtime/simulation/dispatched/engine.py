@@ -1,0 +1,146 @@
+"""A simulated engine as the dispatcher reaches one: the Engine protocol, in grains."""
+
+import asyncio
+from collections.abc import Callable
+
+from sostenuto.errors import EngineError
+from sostenuto.runtime.engines.wire import (
+    Capabilities,
+    CommitReply,
+    CommitRequest,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    Load,
+    ScoreReply,
+    ScoreRequest,
+    WireVersionSpan,
+)
+from sostenuto.runtime.simulation.clock import Clock
+from sostenuto.runtime.simulation.dispatched.script import FIRST_ID, Stage, in_grains
+from sostenuto.runtime.simulation.engine import SimulatedEngine
+from sostenuto.runtime.simulation.request import Served
+from sostenuto.trainer.publication.manifest import Manifest
+from sostenuto.types import EngineId, ProgramId, Version
+
+ENDLESS_TOKENS = 1 << 40
+"""No limit of the model's: the pool decides what is too large."""
+
+
+class DispatchedEngine:
+    def __init__(self, engine: SimulatedEngine, stage: Stage, clock: Clock) -> None:
+        self._engine = engine
+        self._stage = stage
+        self._clock = clock
+        self._running: dict[str, ProgramId] = {}
+
+    def __repr__(self) -> str:
+        return f"<DispatchedEngine {self._engine!r}>"
+
+    async def capabilities(self) -> Capabilities:
+        profile, grain = self._engine.profile, self._stage.grain
+        return Capabilities(
+            model=profile.name,
+            architecture="simulated",
+            vocabulary_size=FIRST_ID << 15,
+            context_tokens=ENDLESS_TOKENS,
+            kv_tokens=profile.kv_tokens // grain,
+            concurrency=profile.concurrency,
+            shares_prefixes=True,
+            block_tokens=in_grains(profile.block_tokens, grain),
+            version=str(self._engine.version),
+            dtype="none",
+            threads=1,
+        )
+
+    async def load(self) -> Load:
+        engine, result, grain = self._engine, self._engine.result, self._stage.grain
+        return Load(
+            running=engine.running,
+            waiting=engine.waiting,
+            used_kv_tokens=in_grains(engine.cache.active_tokens, grain),
+            held_kv_tokens=in_grains(engine.cache.idle_tokens, grain),
+            held_programs=0,
+            prefilled_tokens=in_grains(result.prefilled_tokens, grain),
+            cached_tokens=in_grains(result.cached_tokens, grain),
+            generated_tokens=in_grains(result.generated_tokens, grain),
+            updates=engine.version.number,
+            busy_s=result.busy_s,
+            pause_s=0.0,
+        )
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        stage, engine_id = self._stage, self._engine.id
+        script = stage.scripts[ProgramId(request.program_id)]
+        asked = script.decodes(EngineId(engine_id), request.request_id, self._clock.now_s())
+
+        def ask(answer: Callable[[Served], None]) -> None:
+            def done(served: Served) -> None:
+                stage.fleet.left(engine_id)
+                script.served(served)
+                answer(served)
+
+            stage.fleet.generate(engine_id, asked, done)
+
+        try:
+            served = await stage.answered(ask)
+        except asyncio.CancelledError:
+            stage.fleet.abort(engine_id, request.request_id)
+            raise
+        if served.failed:
+            raise EngineError(served.failed)
+        return self._reply(served, script.sampled(), len(request.token_ids))
+
+    def _reply(self, served: Served, ids: list[int], context: int) -> GenerateReply:
+        prefilled = min(context, in_grains(served.prefilled_tokens, self._stage.grain))
+        # What this very process has just put together is not checked again.
+        return GenerateReply.model_construct(
+            token_ids=ids,
+            logprobs=[-1.0] * len(ids),
+            versions=[
+                WireVersionSpan.model_construct(version=str(self._engine.version), start=0, end=len(ids))
+            ],
+            finish_reason=FinishReason.STOP,
+            cached_tokens=context - prefilled,
+            prefilled_tokens=prefilled,
+            queue_s=served.queue_s,
+            prefill_s=served.prefill_s,
+            decode_s=served.decode_s,
+            pause_s=served.pause_s,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        self._stage.fleet.abort(self._engine.id, request_id)
+
+    async def release(self, program_id: ProgramId) -> None:
+        script = self._stage.scripts.get(program_id)
+        if script is not None:
+            script.evicted()
+        self._stage.fleet.release(self._engine.id, program_id)
+
+    async def score(self, request: ScoreRequest) -> ScoreReply:
+        return ScoreReply(
+            logprobs=[-1.0] * (len(request.token_ids) - request.start), version=str(self._engine.version)
+        )
+
+    async def prepare_update(self, manifest: Manifest) -> None:
+        del manifest
+        await self._stage.answered(lambda answer: self._engine.stage(lambda: answer(None)))
+
+    async def commit_update(self, request: CommitRequest) -> CommitReply:
+        version, keep_kv = Version.parse(request.version), request.held == "keep"
+        await self._stage.answered(
+            lambda answer: self._engine.commit(version, keep_kv=keep_kv, done=lambda: answer(None))
+        )
+        return CommitReply(
+            version=request.version,
+            pause_s=self._engine.profile.swap_s,
+            recomputed_requests=0,
+            dropped_programs=0,
+        )
+
+    async def abandon_update(self, version: str) -> None:
+        del version
+
+    async def flush(self) -> None:
+        self._engine.cache.invalidate()

@@ -1,0 +1,208 @@
+"""A policy, a workload and a fleet through the runtime's own dispatcher, on virtual time.
+
+What `simulate` does with callbacks, here the dispatcher does with coroutines: every turn is granted, sent,
+recorded and released as in a live run.  The same plans and fleet give the same run.
+"""
+
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.abc import TaskGroup
+
+from sostenuto.records import Trajectory
+from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
+from sostenuto.runtime.program import ProgramSpec, Timeouts
+from sostenuto.runtime.publishing import UpdatePolicy
+from sostenuto.runtime.simulation.dispatched.engine import DispatchedEngine
+from sostenuto.runtime.simulation.dispatched.loop import NothingToDo, VirtualLoop
+from sostenuto.runtime.simulation.dispatched.renderer import SyntheticRenderer
+from sostenuto.runtime.simulation.dispatched.script import Script, Stage
+from sostenuto.runtime.simulation.dispatched.tools import DispatchedTools
+from sostenuto.runtime.simulation.fleet import Fleet
+from sostenuto.runtime.simulation.plan import Plan, Workload
+from sostenuto.runtime.simulation.profile import FleetProfile
+from sostenuto.runtime.simulation.results import ProgramResult, RunResult
+from sostenuto.runtime.simulation.tools import SimulatedTools
+from sostenuto.runtime.simulation.waits import Waits
+from sostenuto.runtime.simulation.world import STALLED_AFTER_S, Stalled
+from sostenuto.scheduler.frame import Frame, SchedulerSettings
+from sostenuto.tools.wire import EnvironmentRef
+from sostenuto.trainer.publication.manifest import Manifest
+from sostenuto.types import EngineId, Limits, Purpose, StopReason, Version
+
+_NO_LIMIT_S = 1e12
+_STALLED_AFTER_STEPS = 20_000
+_ENVIRONMENT = EnvironmentRef(name="simulated")
+
+
+def simulate_dispatched(
+    policy: Frame,
+    workload: Workload,
+    fleet: FleetProfile,
+    *,
+    seed: int = 0,
+    grain: int = 64,
+    publish_every_s: float | None = None,
+    keep_kv: bool = False,
+) -> RunResult:
+    """Run the workload to its end under `policy`, which has to be a new one.
+
+    One token of the runtime stands for `grain` tokens of the plans.  What a turn may add is stated for a
+    program as a whole.  A program that is turned away is over.  Raises Stalled when the policy forgets one.
+    """
+    run = _Run(policy, workload, fleet, grain=grain)
+    began = time.perf_counter()
+    try:
+        anyio.run(run.whole, publish_every_s, keep_kv, backend_options={"loop_factory": lambda: run.loop})
+    except NothingToDo as error:
+        raise run.stalled() from error
+    return run.result(seed, time.perf_counter() - began)
+
+
+class _Run:
+    def __init__(self, policy: Frame, workload: Workload, profile: FleetProfile, *, grain: int) -> None:
+        self.loop = VirtualLoop(self._watch)
+        self._clock = self.loop.clock
+        self._policy = policy
+        self._workload = workload
+        self._profile = profile
+        waits = Waits()
+        names = sorted({turn.tool for plan in workload.programs for turn in plan.turns if turn.tool})
+        self._stage = Stage(
+            Fleet(profile.engine, self._clock, waits),
+            SimulatedTools(profile.tools, workload.tool_concurrency, self._clock),
+            waits,
+            grain,
+            tuple(names),
+        )
+        self._to_come = deque(sorted(workload.programs, key=lambda plan: plan.arrival_s))
+        self._results: list[ProgramResult] = []
+        self._makespan_s = 0.0
+        self._quiet_steps = 0
+        self._quiet_since_s = 0.0
+
+    async def whole(self, publish_every_s: float | None, keep_kv: bool) -> None:
+        async with (
+            self._dispatcher(UpdatePolicy(keep_kv=keep_kv)) as dispatcher,
+            anyio.create_task_group() as beside,
+        ):
+            if publish_every_s is not None:
+                beside.start_soon(self._publish, dispatcher, publish_every_s)
+            async with anyio.create_task_group() as programs:
+                if self._workload.concurrency is None:
+                    await self._arrivals(dispatcher, programs)
+                else:
+                    for _ in range(min(self._workload.concurrency, len(self._to_come))):
+                        programs.start_soon(self._one_after_the_other, dispatcher)
+            self._makespan_s = self._clock.now_s()
+            self._stage.fleet.close()
+            beside.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def _dispatcher(self, update: UpdatePolicy) -> AsyncGenerator[Dispatcher]:
+        engines = {EngineId(f"engine-{n}"): self._engine(n) for n in range(self._profile.engines)}
+        tools = DispatchedTools(self._stage, self._clock, self._policy)
+        async with open_dispatcher(
+            SchedulerSettings(),
+            engines,
+            tools,
+            SyntheticRenderer(self._stage.tool_names),
+            timeouts=Timeouts(),
+            update=update,
+            policy=self._policy,
+        ) as dispatcher:
+            yield dispatcher
+
+    def _engine(self, number: int) -> DispatchedEngine:
+        engine_id = EngineId(f"engine-{number}")
+        self._stage.fleet.join(engine_id, Version(0, 0))
+        engine = self._stage.fleet.engine(engine_id)
+        assert engine is not None
+        return DispatchedEngine(engine, self._stage, self._clock)
+
+    async def _arrivals(self, dispatcher: Dispatcher, programs: TaskGroup) -> None:
+        while self._to_come:
+            await anyio.sleep_until(self._to_come[0].arrival_s)
+            programs.start_soon(self._one, dispatcher, self._to_come.popleft())
+
+    async def _one_after_the_other(self, dispatcher: Dispatcher) -> None:
+        while self._to_come:
+            await self._one(dispatcher, self._to_come.popleft())
+
+    async def _one(self, dispatcher: Dispatcher, plan: Plan) -> None:
+        script = self._stage.scripts[plan.id] = Script(plan, self._stage, self._clock.now_s())
+        trajectory = await dispatcher.run(_spec(script))
+        script.ends(_failure(trajectory), self._clock.now_s())
+        self._results.append(script.result)
+        del self._stage.scripts[plan.id]
+
+    async def _publish(self, dispatcher: Dispatcher, every_s: float) -> None:
+        """A new version every `every_s`, unless the one before is still on its way."""
+        while True:
+            await anyio.sleep(every_s - self._clock.now_s() % every_s)
+            version = str(dispatcher.version.next())
+            await dispatcher.publish(Manifest(version=version, path="", nbytes=0, tensors=()))
+
+    def _watch(self) -> None:
+        """Nothing but the passing of time for a day, or for very many steps: somebody was forgotten."""
+        is_coming = self._workload.concurrency is None and self._to_come
+        if self._stage.in_motion or is_coming:
+            self._quiet_steps = 0
+            return
+        now_s = self._clock.now_s()
+        if not self._quiet_steps:
+            self._quiet_since_s = now_s
+        self._quiet_steps += 1
+        if now_s - self._quiet_since_s > STALLED_AFTER_S or self._quiet_steps > _STALLED_AFTER_STEPS:
+            self._quiet_steps = 0
+            raise NothingToDo("nothing but time has passed for long")
+
+    def stalled(self) -> Stalled:
+        scripts = list(self._stage.scripts.values())
+        shown = ", ".join(str(script) for script in scripts[:8])
+        more = f" and {len(scripts) - 8} more" if len(scripts) > 8 else ""
+        return Stalled(
+            f"{type(self._policy).__name__} has nothing in motion at {self._clock.now_s():.0f} s and "
+            f"{len(scripts)} programs are not over: {shown}{more}; the policy shows {self._policy!r}"
+        )
+
+    def result(self, seed: int, wall_s: float) -> RunResult:
+        usage, profile = self._stage.tools.usage, self._profile
+        return RunResult(
+            type(self._policy).__name__,
+            self._workload.name,
+            f"{profile.engines} x {profile.engine.name}",
+            seed,
+            makespan_s=self._makespan_s,
+            programs=self._results,
+            engines=self._stage.fleet.results,
+            peak_sandbox_bytes=usage.peak_memory_bytes,
+            peak_disk_bytes=usage.peak_disk_bytes,
+            peak_sandboxes=usage.peak_sandboxes,
+            wall_s=wall_s,
+        )
+
+
+def _spec(script: Script) -> ProgramSpec:
+    plan = script.plan
+    return ProgramSpec(
+        id=plan.id,
+        group_id=plan.group,
+        group_size=plan.group_size,
+        task_id=plan.id,
+        purpose=Purpose.EVALUATE,
+        environment=_ENVIRONMENT,
+        task={},
+        limits=Limits(turns=len(plan.turns), turn_tokens=script.turn_limit_grains, wall_s=_NO_LIMIT_S),
+    )
+
+
+def _failure(trajectory: Trajectory) -> str:
+    """Why the program ended before its plan; empty when it did not."""
+    if trajectory.outcome is not None:
+        return trajectory.outcome.reason
+    stop = trajectory.stop_reason
+    return "" if stop is StopReason.ANSWERED else f"stopped: {stop}"
