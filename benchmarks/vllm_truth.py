@@ -22,8 +22,8 @@ from benchmarks.figure import Figure
 from benchmarks.vllm_client import MeasuredRun, measure
 from benchmarks.vllm_model import make_model
 from benchmarks.vllm_server import BLOCK_TOKENS, serve
-from benchmarks.vllm_workload import make_workload, working_set_tokens
-from sostenuto.runtime.calibration.calibrate import calibrate
+from benchmarks.vllm_workload import make_workload, usual_context_tokens, working_set_tokens
+from sostenuto.runtime.calibration.calibrate import ProbeSettings, calibrate
 from sostenuto.runtime.simulation.profile import EngineProfile, FleetProfile
 from sostenuto.runtime.simulation.world import simulate
 from sostenuto.scheduler.policies import make_policy
@@ -49,7 +49,8 @@ async def measure_all(vllm: Path, seed: int) -> Recorded:
     model, workload = make_model(_MODEL), make_workload(seed)
     async with AsyncExitStack() as stack:
         urls = {n: await stack.enter_async_context(serve(vllm, model, blocks=n)) for n in BLOCKS}
-        recorded = Recorded(runs=[], profile=await calibrate(urls[FITTED]))
+        settings = ProbeSettings(decode_context_tokens=usual_context_tokens(workload))
+        recorded = Recorded(runs=[], profile=await calibrate(urls[FITTED], settings=settings))
         _say(recorded.profile.model_dump_json())
         for blocks, url in list(urls.items()) * _ROUNDS:
             await _forget(url)

@@ -50,6 +50,17 @@ def working_set_tokens(workload: Workload) -> int:
     return private + workload.programs[0].shared_tokens
 
 
+def usual_context_tokens(workload: Workload) -> int:
+    """The mean context of a turn."""
+    contexts: list[int] = []
+    for plan in workload.programs:
+        context = plan.shared_tokens + plan.prompt_tokens
+        for turn in plan.turns:
+            contexts.append(context)
+            context += turn.output_tokens + turn.result_tokens
+    return sum(contexts) // len(contexts)
+
+
 @dataclass(slots=True)
 class Conversation:
     """The token ids of one program, made up as it goes on; its ids come from `seed` and the plan alone."""

@@ -73,5 +73,5 @@ class Timeouts:
     call_margin_s: float = 15.0
     """Beyond a tool's own deadline, before the tool server counts as broken."""
     release_s: float = 15.0
-    engine_answer_s: float = 5.0
+    engine_answer_s: float = 15.0
     """Within which an engine has to say how it is, before it counts as lost."""

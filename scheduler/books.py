@@ -153,6 +153,7 @@ class Books(Frame):
         program.evictions = 0
         if seat is None:
             return
+        seat.is_changed |= seat.free_slots <= 0
         together = seat.program_seconds(now_s) - program.decoding_from
         if cost is not None and took_s > 0:
             seat.rates.prefilled(cost.prefilled_tokens, cost.prefill_s)
@@ -165,7 +166,6 @@ class Books(Frame):
         seat = self.seat_of(program)
         assert seat is not None
         seat.hold(program, now_s)
-        seat.is_open = True
 
     def _tool_is_known(self, program: Program, acted_s: float, now_s: float) -> None:
         self._times.learn(program.tool, acted_s)
@@ -184,15 +184,15 @@ class Books(Frame):
         seat.stop_acting(program)
         seat.grew(max(0, program.wanted.private_tokens - program.held_tokens))
         seat.ready.add(key, program)
-        seat.is_open = True
+        seat.ready_needs = 0
 
     def _leaves(self, program: Program, now_s: float) -> None:
         self._stops_waiting(program)
         seat = self.seat_of(program)
         if seat is not None:
             seat.program_seconds(now_s)
+            seat.is_changed |= seat.free_slots <= 0
             seat.forget(program)
-            seat.is_open = True
 
     def _stops_waiting(self, program: Program) -> None:
         """It is in no queue any more, and no engine is kept clear for it."""
@@ -203,6 +203,7 @@ class Books(Frame):
             program.is_unstarted = False
         if program.claims is not None:
             program.claims.claimed_by = None
+            program.claims.is_changed = True
             program.claims = None
 
     def _on_answered(self, program: Program, event: object, now_s: float) -> None:

@@ -21,7 +21,7 @@ from sostenuto.scheduler.books import Books
 from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.lifecycle import Move
 from sostenuto.scheduler.order import FIRST, Key
-from sostenuto.scheduler.program import Program, Reason
+from sostenuto.scheduler.program import NEVER, Program, Reason
 from sostenuto.scheduler.seat import Seat
 
 __all__ = ["Scheduler", "SchedulerSettings"]
@@ -52,7 +52,7 @@ class Scheduler(Books):
             return actions
         actions += self._serve_the_due(now_s)
         for seat in self._seats.values():
-            if seat.is_open and len(seat.ready):
+            if seat.may_resume:
                 actions += self._resume(seat, now_s)
         newcomers, self._newcomers = self._newcomers, []
         if len(self._waiting):
@@ -62,7 +62,7 @@ class Scheduler(Books):
     def _sweep(self, now_s: float) -> list[Action]:
         self._swept_s = now_s
         for seat in self._seats.values():
-            seat.is_open = True
+            seat.is_changed = True
             seat.too_much_tokens = float("inf")
         return self._make_room_for_sandbox()
 
@@ -104,6 +104,7 @@ class Scheduler(Books):
         actions: list[Action] = []
         if not self.gate.may_start(seat.id) or seat.claimed_by is not None:
             return actions
+        seat.ready_needs = NEVER
         for program in seat.ready.first_of(_LOOK_PAST):
             if seat.free_slots <= 0:
                 self._note(program, Reason.SLOTS, now_s)
@@ -128,6 +129,7 @@ class Scheduler(Books):
         key = seat.ready.key_of(program.id) or FIRST
         victims = self._victims(needed, seat, key, now_s)
         if victims is None:
+            seat.ready_needs = min(seat.ready_needs, seat.kv.free_tokens + needed)
             self._note(program, Reason.KV, now_s)
             return None
         return self._begin(program, seat, victims, now_s)
@@ -149,14 +151,14 @@ class Scheduler(Books):
     def _admit(self, newcomers: list[Program], now_s: float) -> list[Action]:
         """Programs that hold no KV: in order where an engine has changed, else only those that are new."""
         actions: list[Action] = []
-        while any(seat.is_open for seat in self._seats.values()):
+        while any(seat.may_admit for seat in self._seats.values()):
+            for seat in self._seats.values():
+                seat.is_changed, seat.waiting_needs = False, NEVER
             made = [self._place(program, now_s) for program in self._waiting.first_of(_LOOK_PAST)]
             started = [action for some in made for action in some or ()]
             actions += started
             if not started or not len(self._waiting):
                 break
-        for seat in self._seats.values():
-            seat.is_open = False
         for program in newcomers:
             if program.id in self._waiting:
                 actions += self._place(program, now_s) or []
@@ -182,6 +184,8 @@ class Scheduler(Books):
         if free:
             seat = min(free, key=lambda seat: self._load_with(program, seat))
             return self._begin(program, seat, [], now_s)
+        for needed, seat in needs:
+            seat.waiting_needs = min(seat.waiting_needs, seat.kv.free_tokens + needed)
         key = self._waiting.key_of(program.id) or FIRST
         for needed, seat in sorted(needs, key=lambda pair: pair[0]):
             victims = self._victims(needed, seat, key, now_s)

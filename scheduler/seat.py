@@ -41,8 +41,12 @@ class Seat(EngineSeat):
     offloaded: dict[ProgramId, Program] = field(default_factory=dict[ProgramId, Program])
     """Who has KV in the lower tier, longest there first."""
     host_tokens_s: float = 0.0
-    is_open: bool = True
-    """Whether something has changed since the last program found no room here."""
+    is_changed: bool = True
+    """Whether more than free tokens has changed since the last program found no room here."""
+    waiting_needs: float = 0
+    """With so many free tokens one of the first that wait could start."""
+    ready_needs: float = 0
+    """With so many free tokens one of the first that are ready could start."""
     too_much_tokens: float = float("inf")
     """So much could not be freed at a price that pays, when it was last looked at."""
     claimed_by: Program | None = None
@@ -51,6 +55,15 @@ class Seat(EngineSeat):
     @property
     def free_slots(self) -> int:
         return (self.rates.decode_cap if self.is_crowded else self.concurrency) - len(self.decoding)
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether a look at its ready programs can come to something."""
+        return len(self.ready) > 0 and (self.is_changed or self.kv.free_tokens >= self.ready_needs)
+
+    @property
+    def may_admit(self) -> bool:
+        return self.is_changed or self.kv.free_tokens >= self.waiting_needs
 
     @property
     def is_crowded(self) -> bool:
@@ -85,8 +98,7 @@ class Seat(EngineSeat):
         self.stop_acting(program)
         self.ready.discard(program.id)
         self.decoding.discard(program.id)
-        if self.kv.release(program.id):
-            self.is_open = True
+        self.kv.release(program.id)
 
     def put_on_host(self, program: Program, tokens: int) -> None:
         """Its KV is in the lower tier, which has room for it."""

@@ -20,6 +20,8 @@ OCTAVES = 18
 _FIRST_S = 0.125
 """The first octave ends here; each other one is twice as long as the one before."""
 _PRIOR_WEIGHT = 4.0
+_RENEWED_AFTER = 1.02
+"""Rates are worked out anew when the calls have grown by this factor."""
 _DECAY_CALLS = 1000.0
 """After so many calls of a tool, an old one counts for 1/e."""
 
@@ -51,7 +53,10 @@ class _Tool:
     returns: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT] * OCTAVES)
     spent_s: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT / prior for prior in _PRIORS])
     rates: list[float] | None = None
-    """Index by octave; None: not worked out since the last call."""
+    """Index by octave."""
+    calls: int = 0
+    renewed_at: int = 0
+    """How many calls had been seen when the rates were worked out."""
     weight: float = 1.0
     """Of the next call: it grows, which is the same as old ones decaying."""
 
@@ -74,7 +79,7 @@ class ToolTimes:
             begin_s = EDGES_S[octave]
         known.spent_s[last] += weight * (took_s - begin_s)
         known.returns[last] += weight
-        known.rates = None
+        known.calls += 1
         known.weight *= 1.0 + 1.0 / _DECAY_CALLS
         if known.weight > 1e6:
             _rescale(known)
@@ -84,7 +89,8 @@ class ToolTimes:
         known = self._tools.get(tool)
         if known is None:
             return _PRIORS[octave]
-        if known.rates is None:
+        if known.rates is None or known.calls > known.renewed_at * _RENEWED_AFTER:
+            known.renewed_at = known.calls
             known.rates = _indices([r / s for r, s in zip(known.returns, known.spent_s, strict=True)])
         return known.rates[octave]
 

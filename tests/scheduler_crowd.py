@@ -33,7 +33,7 @@ def lines_run(do: Callable[[], object]) -> int:
     """Lines of Python executed by it: a measure of work that no machine disturbs."""
     count = 0
 
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
+    def trace(frame: FrameType, event: str, arg: object) -> Callable[[FrameType, str, Any], Any]:
         nonlocal count
         del frame, arg
         count += event == "line"

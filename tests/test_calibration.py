@@ -51,13 +51,28 @@ class Asked:
     done: anyio.Event = field(default_factory=anyio.Event)
 
 
+class PrefixCache:
+    """Holds every beginning of every prompt, in whole blocks."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block = block_tokens
+        self._seen: set[tuple[int, ...]] = set()
+
+    def new_tokens(self, prompt: Sequence[int]) -> int:
+        """What it did not hold; from now on it does.  The last token is always new."""
+        beginnings = [tuple(prompt[:end]) for end in range(self._block, len(prompt), self._block)]
+        held = max((len(beginning) for beginning in beginnings if beginning in self._seen), default=0)
+        self._seen.update(beginnings)
+        return len(prompt) - held
+
+
 class KnownEngine:
-    """Makes one step after the other, each as long as the profile says; remembers every prompt."""
+    """Makes one step after the other, each as long as the profile says."""
 
     def __init__(self, profile: EngineProfile, pool: Pool) -> None:
         self._profile = profile
         self._pool = pool
-        self._seen: set[tuple[int, ...]] = set()
+        self._cache = PrefixCache(pool.block_tokens)
         self._asked: list[Asked] = []
         self._came = anyio.Event()
 
@@ -68,9 +83,8 @@ class KnownEngine:
         return (await self.stream(token_ids, output_tokens))[-1]
 
     async def stream(self, token_ids: Sequence[int], output_tokens: int) -> Sequence[float]:
-        begin_s, prompt = anyio.current_time(), tuple(token_ids)
-        asked = Asked(len(prompt), 1 if prompt in self._seen else len(prompt), output_tokens)
-        self._seen.add(prompt)
+        begin_s = anyio.current_time()
+        asked = Asked(len(token_ids), self._cache.new_tokens(token_ids), output_tokens)
         await anyio.sleep(self._profile.request_s)
         self._asked.append(asked)
         self._came.set()
@@ -138,25 +152,26 @@ async def test_the_prompts_that_decode_together_leave_half_of_a_small_pool():
 
 
 def test_prefill_is_fitted_through_its_three_parts():
-    samples = [PrefillSample(n, 0.01 + n / 2_000 + 4e-7 * n**2 / 2) for n in (64, 256, 1_024, 4_096)]
-    found = fit_prefill(samples)
+    fresh = [PrefillSample(n, n, 0.01 + n / 2_000 + 4e-7 * n**2 / 2) for n in (64, 256, 1_024)]
+    appended = PrefillSample(100, 1_100, 0.01 + 0.05 + 4e-7 * 100 * 1_050)
+    found = fit_prefill([*fresh, appended])
     assert (found.fixed_s, found.tokens_s) == pytest.approx((0.01, 2_000))
     assert found.s_per_token_squared == pytest.approx(4e-7)
     assert found.tokens_in(found.marginal_s(777)) == pytest.approx(777)
 
 
 def test_a_part_that_would_be_negative_is_none():
-    found = fit_prefill([PrefillSample(n, n / 1_000 - 1e-3 + 1e-8 * n) for n in (100, 200, 400, 800)])
+    found = fit_prefill([PrefillSample(n, n, n / 1_000 - 1e-3) for n in (100, 200, 400, 800)])
     assert found.fixed_s == 0
     assert found.tokens_s == pytest.approx(1_000, rel=0.02)
-    straight = fit_prefill([PrefillSample(n, n / 1_000 - 1e-7 * n**2) for n in (100, 200, 400, 800)])
+    straight = fit_prefill([PrefillSample(n, n, n / 1_000 - 1e-7 * n**2) for n in (100, 200, 400, 800)])
     assert straight.s_per_token_squared == 0
     assert straight.tokens_in(2.0) == pytest.approx(2 * straight.tokens_s)
 
 
 def test_an_engine_that_takes_no_longer_for_more_is_not_idle():
     with pytest.raises(EngineError, match="otherwise idle"):
-        fit_prefill([PrefillSample(n, 1.0 / n) for n in (100, 200, 400)])
+        fit_prefill([PrefillSample(n, n, 1.0 / n) for n in (100, 200, 400)])
     with pytest.raises(EngineError, match="otherwise idle"):
         itl_of(1.0, 0.9, 10)
 
@@ -181,7 +196,7 @@ def test_a_profile_file_is_read_as_it_was_written(tmp_path: Path):
 
 
 METRICS = """# TYPE vllm:cache_config_info gauge
-vllm:cache_config_info{block_size="32",engine="0",num_cpu_blocks="None",num_gpu_blocks="700"} 1.0
+vllm:cache_config_info{block_size="8",engine="0",num_cpu_blocks="None",num_gpu_blocks="700"} 1.0
 """
 SCHEDULER = {"vllm_config": {"scheduler_config": {"max_num_batched_tokens": 512, "max_num_seqs": 1}}}
 MODELS = {"data": [{"id": "tiny", "max_model_len": 96}]}
@@ -199,6 +214,7 @@ class FakeEngine:
     now_s: float = 0.0
     asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     keys: set[str | None] = field(default_factory=set[str | None])
+    cache: PrefixCache = field(default_factory=lambda: PrefixCache(8))
 
     async def get(self, request: web.Request) -> web.Response:
         answer = self.routes.get(request.path)
@@ -210,7 +226,7 @@ class FakeEngine:
         body = await request.json()
         self.asked.append(body)
         self.keys.add(request.headers.get("Authorization"))
-        self.now_s += 0.25 * len(body["prompt"]) + 0.5 * body["max_tokens"]
+        self.now_s += 0.25 * self.cache.new_tokens(body["prompt"]) + 0.5 * body["max_tokens"]
         if not body["stream"]:
             return web.json_response({"choices": [{"text": ""}]})
         pieces = 'data: {"choices": [{"text": ""}]}\n\n' * body["max_tokens"]
@@ -231,7 +247,7 @@ async def test_a_vllm_is_probed_with_token_ids_over_http():
     settings = ProbeSettings(decode_tokens=16, prefill_sizes=3, repeats=1)
     async with served(fake) as url, open_engine(url, api_key="secret", now_s=lambda: fake.now_s) as engine:
         found = await calibrate_engine(engine, settings)
-    assert (found.name, found.kv_tokens, found.block_tokens) == ("tiny", 699 * 32, 32)
+    assert (found.name, found.kv_tokens, found.block_tokens) == ("tiny", 699 * 8, 8)
     assert (found.chunk_tokens, found.concurrency) == (512, 1)
     assert found.prefill_tokens_s == pytest.approx(4)
     assert found.itl_s == ((1, pytest.approx(0.5)),)

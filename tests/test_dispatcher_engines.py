@@ -183,7 +183,7 @@ async def test_an_engine_that_does_not_answer_in_time_counts_as_lost():
     engines, tools = {E0: Hanging(SCRIPT, fail_on_turn=0), E1: FakeEngine(SCRIPT)}, FakeTools()
     async with dispatching(engines, tools) as dispatcher:
         (done,) = await run_with(dispatcher, "a", 0)
-        assert anyio.current_time() == 1 + 5 + 23
+        assert anyio.current_time() == 1 + 15 + 23
     assert done.stop_reason is StopReason.ANSWERED
 
 
@@ -205,7 +205,7 @@ async def test_what_a_dead_engine_still_answers_is_ignored():
     engines, tools = {E0: dead, E1: FakeEngine(SCRIPT)}, FakeTools()
     async with dispatching(engines, tools) as dispatcher:
         done = await run_with(dispatcher, "abcd", 0)
-    assert len(dead.requests) == 2
+    assert len(dead.requests) > 1
     assert [text_of(t) for t in done] == [b"hello!look a\0[a]!look b\0[b]done\0"] * 4
 
 

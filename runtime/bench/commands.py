@@ -17,6 +17,7 @@ from sostenuto.errors import ConfigError
 from sostenuto.runtime.bench.cells import CLAIRVOYANT
 from sostenuto.runtime.bench.drawing import check_drawing
 from sostenuto.runtime.bench.grid import CAP, Sweep
+from sostenuto.runtime.bench.live.command import run_command
 from sostenuto.runtime.bench.options import (
     CONCURRENCY,
     PROGRAMS,
@@ -34,6 +35,7 @@ from sostenuto.runtime.simulation.traces.files import write_trace
 from sostenuto.scheduler.policies import POLICIES
 
 bench = typer.Typer(no_args_is_help=True, help="Compare scheduling policies.")
+bench.command("run")(run_command)
 
 _WIDTH_OF_A_FILE = 200
 Say = Callable[[Outcome], None]

@@ -30,6 +30,8 @@ Asked = TypeVarTuple("Asked")
 
 _FIRST_ID, _LAST_ID = 16, 255
 """Token ids that every vocabulary has."""
+_HELD_SHARES = (0.25, 0.5, 0.75)
+"""Of the longest prompt: what the engine holds when more is appended."""
 _LONG_CHUNK = 0.9
 """Of the longest prompt: a chunk that large is taken as no limit."""
 
@@ -42,7 +44,8 @@ class ProbeSettings(BaseModel):
     decode_tokens: int = Field(default=48, ge=16)
     """Output by which the two bursts of a batch size differ."""
     decode_context_tokens: int | None = Field(default=None, gt=0)
-    """Context of the requests that decode.  None: half of the longest."""
+    """Context of the requests that decode: give what is usual, as the time between tokens depends on it.
+    None: half of the longest."""
     prefill_sizes: int = Field(default=6, ge=3)
     """Prompt lengths, each twice the one before, up to the longest."""
     repeats: int = Field(default=5, gt=0)
@@ -70,13 +73,12 @@ class _Calibration:
         self._random = random.Random(settings.seed)
         most = limits.pool.concurrency or max(settings.batches)
         self._batches = [n for n in settings.batches if n <= most] or [1]
-        room = limits.pool.kv_tokens // (2 * self._batches[-1])
-        wanted = settings.decode_context_tokens or limits.context_tokens // 2
-        self._cached = [self._fresh(min(wanted, room)) for _ in range(self._batches[-1])]
+        self._wanted = settings.decode_context_tokens or limits.context_tokens // 2
+        self._decoded = [self._fresh(self._wanted) for _ in range(self._batches[-1])]
 
     async def profile(self) -> EngineProfile:
-        await self._burst(self._cached, 2)
-        prefill = fit_prefill(await self._prefills())
+        await self._burst(self._prompts(self._batches[-1]), 2)
+        prefill = fit_prefill([*await self._fresh_prefills(), *await self._appended_prefills()])
         itl_s = [(n, await self._itl(n)) for n in self._batches]
         overlap = await self._overlap(prefill, *itl_s[len(itl_s) // 2])
         pool = self._limits.pool
@@ -94,23 +96,37 @@ class _Calibration:
             on_release=OnRelease.IGNORE,
         )
 
-    async def _prefills(self) -> list[PrefillSample]:
+    async def _fresh_prefills(self) -> list[PrefillSample]:
         lengths = [self._longest >> halvings for halvings in range(self._settings.prefill_sizes)]
-        return [PrefillSample(n, await self._median(self._fresh_s, n)) for n in lengths if n]
+        return [PrefillSample(n, n, await self._median(self._appended_s, (), n)) for n in lengths if n]
 
-    async def _fresh_s(self, tokens: int) -> float:
-        return await self._engine.generate(self._fresh(tokens), 1)
+    async def _appended_prefills(self) -> list[PrefillSample]:
+        """Short ends of prompts whose beginning the engine holds, in whole blocks."""
+        block, samples = self._limits.pool.block_tokens, list[PrefillSample]()
+        for share in _HELD_SHARES:
+            held = self._fresh(int(self._longest * share) // block * block)
+            new = min(len(held) // 4, self._longest - len(held))
+            if new:
+                await self._engine.generate([*held, *self._fresh(new)], 1)
+                elapsed_s = await self._median(self._appended_s, held, new)
+                samples.append(PrefillSample(new, len(held) + new, elapsed_s))
+        return samples
+
+    async def _appended_s(self, held: Sequence[int], tokens: int) -> float:
+        return await self._engine.generate([*held, *self._fresh(tokens)], 1)
 
     async def _itl(self, batch: int) -> float:
         """Even the shorter burst is long enough for the whole batch to decode together."""
-        prompts, more = self._cached[:batch], self._settings.decode_tokens
+        prompts, more = self._prompts(batch), self._settings.decode_tokens
+        await self._burst(prompts, 1)
         short_s = await self._median(self._burst, prompts, batch + 1)
         long_s = await self._median(self._burst, prompts, batch + 1 + more)
         return itl_of(short_s, long_s, more)
 
     async def _overlap(self, prefill: Prefill, batch: int, itl_s: float) -> float:
         """Prompts that take as long as a step of decoding, one after the other, while a batch decodes."""
-        prompts, tokens = self._cached[:batch], self._settings.decode_tokens
+        prompts, tokens = self._prompts(batch), self._settings.decode_tokens
+        await self._burst(prompts, 1)
         length = min(max(1, round(prefill.tokens_in(itl_s))), self._longest)
         count = tokens // 4
         alone_s = await self._median(self._burst, prompts, tokens)
@@ -137,7 +153,7 @@ class _Calibration:
         pieces: Sequence[float] = ()
         async with anyio.create_task_group() as group:
             group.start_soon(self._one_by_one, 1, longest)
-            pieces = await self._engine.stream(self._cached[0], self._settings.decode_tokens)
+            pieces = await self._engine.stream(self._decoded[0], self._settings.decode_tokens)
         gaps = (later - sooner for sooner, later in itertools.pairwise(pieces))
         gap_s = next((gap for gap in gaps if gap > 2 * itl_s), 0.0)
         tokens = chunk_of(gap_s, prefill, itl_s, overlap) if gap_s else longest
@@ -154,6 +170,12 @@ class _Calibration:
             for prompt in prompts:
                 group.start_soon(one, prompt)
         return max(ends)
+
+    def _prompts(self, batch: int) -> Prompts:
+        """As many, as long as was asked for or as the pool has room for at once."""
+        pool = self._limits.pool
+        room = pool.kv_tokens // batch - self._settings.decode_tokens - batch - 2 * pool.block_tokens
+        return [prompt[: max(1, room)] for prompt in self._decoded[:batch]]
 
     @property
     def _longest(self) -> int:

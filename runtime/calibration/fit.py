@@ -11,22 +11,24 @@ from sostenuto.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class PrefillSample:
-    """A request of one output token whose prompt the engine had not seen."""
+    """A request of one output token; the engine had seen all but the last `tokens` of its prompt."""
 
     tokens: int
+    context_tokens: int
+    """Of the whole prompt."""
     elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Time of a fresh prompt: `fixed_s + tokens / tokens_s + s_per_token_squared * tokens ** 2 / 2`."""
+    """`fixed_s + tokens / tokens_s + s_per_token_squared * tokens * (context_tokens - tokens / 2)`."""
 
     fixed_s: float
     tokens_s: float
     s_per_token_squared: float
 
     def marginal_s(self, tokens: float) -> float:
-        """What `tokens` more in a step cost, without the fixed part."""
+        """What a fresh prompt costs without the fixed part."""
         return tokens / self.tokens_s + self.s_per_token_squared * tokens**2 / 2
 
     def tokens_in(self, seconds: float) -> float:
@@ -40,8 +42,10 @@ class Prefill:
 def fit_prefill(samples: Sequence[PrefillSample]) -> Prefill:
     """Least squares of the relative error; a fixed or quadratic part below zero is taken as none."""
     tokens = np.array([sample.tokens for sample in samples], dtype=float)
+    context = np.array([sample.context_tokens for sample in samples], dtype=float)
     elapsed = np.array([sample.elapsed_s for sample in samples])
-    columns = np.stack([np.ones_like(tokens), tokens, tokens**2 / 2], axis=1) / elapsed[:, None]
+    parts = [np.ones_like(tokens), tokens, tokens * (context - tokens / 2)]
+    columns = np.stack(parts, axis=1) / elapsed[:, None]
     kept = [0, 1, 2]
     while True:
         solved = _solved(columns, kept)
