@@ -1,0 +1,1 @@
+"""Policies side by side on live engines: planned programs, real tokens."""
