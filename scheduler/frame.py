@@ -298,11 +298,12 @@ class Frame(ABC):
     # ---- what happened to engines ----
 
     def _on_engine_joined(self, event: EngineJoined, now_s: float) -> list[Action]:
+        actions: list[Action] = []
         if event.engine_id in self._engines:
-            self._on_engine_lost(EngineLost(event.engine_id), now_s)
-        self.gate.join(event.engine_id, event.version)
+            actions += self._on_engine_lost(EngineLost(event.engine_id), now_s)
+        actions += self.gate.join(event.engine_id, event.version)
         self._engines[event.engine_id] = self._new_seat(event)
-        return []
+        return actions
 
     def _on_engine_lost(self, event: EngineLost, now_s: float) -> list[Action]:
         self._empty(event.engine_id, Move.LOSE_ENGINE, now_s)

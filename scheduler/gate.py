@@ -71,13 +71,20 @@ class Gate:
     def states(self) -> dict[EngineId, EngineState]:
         return {engine_id: member.state for engine_id, member in self._members.items()}
 
-    def join(self, engine_id: EngineId, version: Version) -> None:
-        """An engine serves `version`, verified.  The fleet's first engine sets what is deployed."""
+    def join(self, engine_id: EngineId, version: Version) -> list[Action]:
+        """An engine serves `version`, verified.  The fleet's first engine sets what is deployed.
+
+        One that joins with an older version than the one being published takes part in that.
+        """
         if self._deployed is not None and version < self._deployed:
             raise InvalidTransition(f"{engine_id} joins with {version}, deployed is {self._deployed}")
         self._members[engine_id] = _Member(version)
         if self._deployed is None:
             self._deployed = version
+        if self._pending is None or version >= self._pending:
+            return self._progress()
+        self._members[engine_id].state = EngineState.STAGING
+        return [StageUpdate(engine_id, self._pending)]
 
     def leave(self, engine_id: EngineId) -> list[Action]:
         self._members.pop(engine_id, None)
@@ -127,11 +134,12 @@ class Gate:
         if not states:
             failed, self._pending = self._pending, None
             return [PublicationFailed(failed)]
-        if states == {EngineState.STAGED}:
-            return self._commit(self._pending)
         if states == {EngineState.SERVING}:
             self._deployed, self._pending = self._pending, None
             return [Opened(self._deployed)]
+        # While a version is published, SERVING is what has it already.
+        if states <= {EngineState.STAGED, EngineState.SERVING}:
+            return self._commit(self._pending)
         return []
 
     def _commit(self, version: Version) -> list[Action]:

@@ -94,3 +94,24 @@ def test_an_engine_that_leaves_during_a_publication_is_not_waited_for():
     gate.begin(V2)
     gate.staged(A, V2)
     assert gate.leave(B) == [CommitUpdate(A, V2)]
+
+
+def test_an_engine_that_joins_while_a_version_is_published_takes_part_in_that():
+    gate = fleet()
+    gate.begin(V2)
+    gate.staged(A, V2)
+    gate.leave(B)
+    assert gate.join(B, V1) == [StageUpdate(B, V2)]
+    gate.committed(A, V2)
+    assert gate.deployed == V1
+    assert gate.staged(B, V2) == [CommitUpdate(B, V2)]
+    assert gate.committed(B, V2) == [Opened(V2)]
+
+
+def test_an_engine_that_joins_with_the_version_being_published_keeps_nobody_waiting():
+    gate = fleet()
+    gate.begin(V2)
+    gate.leave(B)
+    assert gate.join(B, V2) == []
+    assert gate.staged(A, V2) == [CommitUpdate(A, V2)]
+    assert gate.committed(A, V2) == [Opened(V2)]
