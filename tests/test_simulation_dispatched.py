@@ -11,6 +11,7 @@ from statistics import fmean
 import pytest
 
 from simulated import closed, plan, small_profile
+from sostenuto.errors import ConfigError
 from sostenuto.runtime.simulation.dispatched.loop import NothingToDo, VirtualLoop
 from sostenuto.runtime.simulation.dispatched.run import simulate_dispatched
 from sostenuto.runtime.simulation.plan import Plan, PlannedTurn, Workload
@@ -156,6 +157,11 @@ def test_new_weights_are_published_while_programs_run(keep_kv: bool):
 def test_a_policy_that_forgets_a_program_is_told_which():
     with pytest.raises(Stalled, match=r"Forgetful has nothing in motion.*Script a turn=0 of 2"):
         run(Forgetful(SETTINGS), plan("a"))
+
+
+def test_a_grain_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="grain is 0; give at least 1"):
+        simulate_dispatched(Scheduler(SETTINGS), closed([plan("a")], 1), ONE, grain=0)
 
 
 def test_time_goes_on_to_what_is_due_and_the_clock_comes_before_timers():

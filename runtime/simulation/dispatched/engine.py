@@ -93,13 +93,11 @@ class DispatchedEngine:
 
     def _reply(self, served: Served, ids: list[int], context: int) -> GenerateReply:
         prefilled = min(context, in_grains(served.prefilled_tokens, self._stage.grain))
-        # What this very process has just put together is not checked again.
-        return GenerateReply.model_construct(
+        version = WireVersionSpan(version=str(self._engine.version), start=0, end=len(ids))
+        return GenerateReply(
             token_ids=ids,
             logprobs=[-1.0] * len(ids),
-            versions=[
-                WireVersionSpan.model_construct(version=str(self._engine.version), start=0, end=len(ids))
-            ],
+            versions=[version],
             finish_reason=FinishReason.STOP,
             cached_tokens=context - prefilled,
             prefilled_tokens=prefilled,

@@ -1,7 +1,6 @@
 """Conversations of simulated programs as token ids.  A message's content says which ids it is."""
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 
 from sostenuto.records import Producer
 from sostenuto.runtime.rendering.renderer import Extension, Piece, Turn
@@ -9,10 +8,9 @@ from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import Message, ToolCall
 
 
-def message_of(role: str, token_ids: Sequence[int]) -> Message:
-    """A message that is rendered as these ids: runs of equal ones, as `count*id`."""
-    runs = (f"{len(list(run))}*{id_}" for id_, run in groupby(token_ids))
-    return Message(role, " ".join(runs))
+def content_of(runs: Iterable[tuple[int, int]]) -> str:
+    """What a message says that is rendered as `(count, id)` after `(count, id)`."""
+    return " ".join(f"{count}*{id_}" for count, id_ in runs)
 
 
 class SyntheticRenderer:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 from anyio.abc import TaskGroup
 
+from sostenuto.errors import ConfigError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.program import ProgramSpec, Timeouts
@@ -51,8 +52,11 @@ def simulate_dispatched(
     """Run the workload to its end under `policy`, which has to be a new one.
 
     One token of the runtime stands for `grain` tokens of the plans.  What a turn may add is stated for a
-    program as a whole.  A program that is turned away is over.  Raises Stalled when the policy forgets one.
+    program as a whole.  A program that is turned away is over.  The policy's events are not counted.  Raises
+    Stalled when the policy forgets a program.
     """
+    if grain < 1:
+        raise ConfigError(f"grain is {grain}; give at least 1: so many tokens of a plan go as one")
     run = _Run(policy, workload, fleet, grain=grain)
     began = time.perf_counter()
     try:

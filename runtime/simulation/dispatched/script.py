@@ -8,7 +8,6 @@ so that grains round what the scheduler reserves and nothing else.
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TypeVar
 from zlib import crc32
 
@@ -112,8 +111,8 @@ class Script:
 
     # ---- its environment ----
 
-    def prepared(self, queue_s: float, now_s: float) -> list[int]:
-        """The first prompt, as token ids: what programs have in common is equal among them."""
+    def prepared(self, queue_s: float, now_s: float) -> list[tuple[int, int]]:
+        """The first prompt as `(count, id)`: what programs have in common is equal among them."""
         stage, plan, result = self._stage, self.plan, self.result
         result.prepare_s = queue_s + plan.prepare_s
         result.environment_wait_s = stage.waits.spare_s(now_s) - self._spare_s
@@ -123,18 +122,18 @@ class Script:
                 stage.seen.add(segment.key)
                 result.needed_tokens += segment.tokens
         self._becomes_runnable(now_s)
-        return self._prompt_ids()
+        return self._prompt()
 
-    def _prompt_ids(self) -> list[int]:
-        ids: list[int] = []
-        ends = [0]
+    def _prompt(self) -> list[tuple[int, int]]:
+        runs: list[tuple[int, int]] = []
+        tokens = grains = 0
         for segment in self.plan.shared:
-            ends.append(ends[-1] + segment.tokens)
-        grain = self._stage.grain
-        for segment, (start, end) in zip(self.plan.shared, pairwise(ends), strict=True):
-            ids += [_token_id(segment.key)] * (in_grains(end, grain) - in_grains(start, grain))
-        self._grains = max(1, in_grains(self._context, grain))
-        return ids + [self.own_id] * (self._grains - len(ids))
+            tokens += segment.tokens
+            runs.append((in_grains(tokens, self._stage.grain) - grains, _token_id(segment.key)))
+            grains += runs[-1][0]
+        self._grains = max(1, in_grains(self._context, self._stage.grain))
+        runs.append((self._grains - grains, self.own_id))
+        return runs
 
     # ---- its turns ----
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pydantic import JsonValue
 
 from sostenuto.runtime.simulation.clock import Clock
-from sostenuto.runtime.simulation.dispatched.renderer import message_of
+from sostenuto.runtime.simulation.dispatched.renderer import content_of
 from sostenuto.runtime.simulation.dispatched.script import Script, Stage
 from sostenuto.scheduler.frame import Frame
 from sostenuto.tools.wire import EnvironmentRef, Prepared, Reward, ToolSchema
-from sostenuto.types import CallId, Episode, ProgramId, ToolCall, ToolResult, ToolStatus
+from sostenuto.types import CallId, Episode, Message, ProgramId, ToolCall, ToolResult, ToolStatus
 
 _NO_REWARD = Reward(value=0.0, elapsed_s=0.0)
 
@@ -41,8 +41,10 @@ class DispatchedTools:
         del environment, task, seed, timeout_s
         script = self._stage.scripts[program_id]
         queue_s = await self._asked(script, lambda answer: self._stage.tools.prepare(script.plan, answer))
-        prompt = message_of("user", script.prepared(queue_s, self._clock.now_s()))
-        return Prepared(messages=(prompt,), tools=self._schemas, elapsed_s=script.result.prepare_s)
+        prompt = content_of(script.prepared(queue_s, self._clock.now_s()))
+        return Prepared(
+            messages=(Message("user", prompt),), tools=self._schemas, elapsed_s=script.result.prepare_s
+        )
 
     async def call(
         self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float
@@ -52,7 +54,7 @@ class DispatchedTools:
         turn = script.turn
         queue_s = await self._asked(script, lambda answer: tools.call(script.plan, turn, answer))
         added = script.returned(queue_s, self._clock.now_s())
-        content = message_of("tool", [script.own_id] * added).content
+        content = content_of([(added, script.own_id)])
         return ToolResult(ToolStatus.OK, content, elapsed_s=turn.tool_s)
 
     async def reward(
