@@ -258,12 +258,23 @@ class Shell(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.integers(1, 110), after_s=STEP_S)
     def prepared(self, data: st.DataObject, tokens: int, after_s: float) -> None:
         if (program_id := self.one_of(data, Phase.PREPARING)) is not None:
-            agent = self.agents[program_id]
             self.now_s += after_s
-            agent.footprint = Footprint(tokens, agent.footprint.shared)
-            agent.wanted = Footprint(tokens + TURN, agent.footprint.shared)
-            self.enter(program_id, Phase.WAITING)
-            self.feed(Prepared(program_id, agent.footprint, TURN))
+            self.prepare(program_id, tokens)
+
+    def prepare(self, program_id: ProgramId, tokens: int) -> None:
+        agent = self.agents[program_id]
+        agent.footprint = Footprint(tokens, agent.footprint.shared)
+        agent.wanted = Footprint(tokens + TURN, agent.footprint.shared)
+        self.enter(program_id, Phase.WAITING)
+        self.feed(Prepared(program_id, agent.footprint, TURN))
+
+    @rule(sizes=st.lists(st.integers(1, 110), min_size=2, max_size=6), group=st.sampled_from([None, *GROUPS]))
+    def several_come_at_once(self, sizes: list[int], group: GroupId | None) -> None:
+        for tokens in sizes:
+            self.submit(group, None, 0.0)
+            preparing = [id_ for id_, agent in self.agents.items() if agent.phase is Phase.PREPARING]
+            if preparing:
+                self.prepare(preparing[0], tokens)
 
     @rule(data=st.data(), tokens=st.integers(1, TURN), tool=st.sampled_from(TOOLS), after_s=STEP_S)
     def turn_ends(self, data: st.DataObject, tokens: int, tool: str, after_s: float) -> None:
