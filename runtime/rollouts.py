@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import anyio
 
-from sostenuto.errors import Blame
+from sostenuto.errors import Blame, ConfigError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.dispatcher import Dispatcher
 from sostenuto.runtime.journal import Journal, ProgramEnded, ProgramSealed, ProgramSubmitted
@@ -75,16 +75,16 @@ class Rollouts:
             reason = f"{type(error).__name__}: {error}"
             self.end(spec.id, Outcome(OutcomeKind.FAILED, reason, Blame.INFRASTRUCTURE))
             raise
-        return self._enter(trajectory)
+        self._enter(trajectory)
+        self._record(trajectory)
+        return trajectory
 
     def end(self, program_id: ProgramId, outcome: Outcome, trajectory: Trajectory | None = None) -> None:
         """The program's one outcome."""
         self._ledger.end(program_id, outcome)
         self._journal.write(ProgramEnded(program_id, outcome, trajectory))
 
-    def _enter(self, trajectory: Trajectory) -> Trajectory:
-        if self._trace is not None:
-            self._trace.record(trajectory)
+    def _enter(self, trajectory: Trajectory) -> None:
         outcome = trajectory.outcome
         if outcome is not None:
             if outcome.blame is Blame.INFRASTRUCTURE:
@@ -95,4 +95,13 @@ class Rollouts:
         else:
             self._ledger.seal(trajectory.program_id)
             self._journal.write(ProgramSealed(trajectory))
-        return trajectory
+
+    def _record(self, trajectory: Trajectory) -> None:
+        if self._trace is None:
+            return
+        try:
+            self._trace.record(trajectory)
+        except OSError as error:
+            raise ConfigError(
+                f"trace: {error.filename}: {error.strerror}; free some of the disk, or leave it out"
+            ) from error
