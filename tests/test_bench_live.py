@@ -151,7 +151,11 @@ def test_on_a_real_engine_every_policy_does_the_same_work(tmp_path: Path):
 
 
 def run_here(sweep: LiveSweep, told: list[LiveCell]) -> list[Measured]:
-    return anyio.run(sweep.run, lambda cell, _: told.append(cell))
+    def say(cell: LiveCell, measured: Measured) -> None:
+        assert measured.run.policy == cell.policy
+        told.append(cell)
+
+    return anyio.run(sweep.run, say)
 
 
 def test_the_endless_pool_holds_all_programs_at_once_and_is_a_reference():
