@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
@@ -17,6 +18,12 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
 }
 _DIGITS = 6
+
+
+class Tell(Protocol):
+    """Prints a figure and keeps it."""
+
+    def __call__(self, name: str, value: float, unit: str, target: str | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,9 @@ class Books(Frame):
         together = seat.program_seconds(now_s) - program.decoding_from
         if cost is not None and took_s > 0:
             seat.rates.prefilled(cost.prefilled_tokens, cost.prefill_s)
-            seat.rates.decoded(cost.generated_tokens, cost.decode_s, together / took_s)
+            seat.rates.decoded(
+                cost.generated_tokens, cost.decode_s, together / took_s, judged=seat.is_crowded
+            )
         if seat.window is not None:
             seat.window.turn_ended(seat.kv.capacity_tokens - seat.kv.free_tokens)
             seat.follow_window()

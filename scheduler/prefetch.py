@@ -7,6 +7,8 @@ from math import ceil, exp
 
 _MARGIN = 1.5
 _SMOOTHING = 0.1
+_FIRST_FOOTPRINT = 4096
+"""Tokens of a first prompt, before one was seen."""
 _WINDOW_S = 120.0
 """Admissions are counted with weights that fall to 1/e in that time."""
 
@@ -31,9 +33,9 @@ class Prefetch:
         self._admissions += 1.0
 
     def ahead(self, free_tokens: int, now_s: float) -> float:
-        """Programs that may be without a first turn, prepared or being prepared; infinite at the start."""
+        """Programs that may be without a first turn, prepared or being prepared."""
         if self._prepare_s is None or self._footprint is None:
-            return float("inf")
+            return free_tokens / _FIRST_FOOTPRINT + 1
         self._decay(now_s)
         rate = self._admissions / _WINDOW_S
         return ceil(_MARGIN * rate * self._prepare_s) + free_tokens / max(1.0, self._footprint) + 1

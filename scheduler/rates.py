@@ -62,13 +62,19 @@ class EngineRates:
         self._knows_prefill = True
         self._prefill += share * (tokens / took_s - self._prefill)
 
-    def decoded(self, tokens: int, took_s: float, together: float) -> None:
-        """A request generated `tokens` in `took_s` while `together` requests decoded on average."""
+    def decoded(self, tokens: int, took_s: float, together: float, *, judged: bool) -> None:
+        """A request generated `tokens` in `took_s` while `together` requests decoded on average.
+
+        `judged`: it counts for the cap, which is for times when KV is short.  What a large batch of small
+        contexts yields at the start of a run says nothing about them.
+        """
         if tokens < 2 or took_s <= 0:
             return
         itl_s = took_s / tokens
         self._recent_itl_s = _moved(self._recent_itl_s, itl_s)
         self._fastest_itl_s = min(self._fastest_itl_s or itl_s, self._recent_itl_s)
+        if not judged:
+            return
         size = _SIZES[min(bisect_left(_SIZES, together), len(_SIZES) - 1)]
         before, samples = self._yields.get(size, (0.0, 0))
         share = max(_SMOOTHING, 1.0 / (samples + 1))

@@ -1,0 +1,81 @@
+"""What one event of the scheduler costs, and how fast simulations run."""
+
+import time
+from dataclasses import replace
+
+from benchmarks.figure import Tell
+from sostenuto.runtime.bench.cells import policy_of
+from sostenuto.runtime.simulation.dispatched.run import simulate_dispatched
+from sostenuto.runtime.simulation.plan import Plan, Workload
+from sostenuto.runtime.simulation.profile import FleetProfile
+from sostenuto.runtime.simulation.profiles import load_profile
+from sostenuto.runtime.simulation.workloads import generate, working_set_tokens
+from sostenuto.runtime.simulation.world import simulate
+from sostenuto.scheduler.actions import Action, Event
+from sostenuto.scheduler.frame import SchedulerSettings
+from sostenuto.scheduler.scheduler import Scheduler
+
+
+class _Timed(Scheduler):
+    """Counts what `apply` takes."""
+
+    spent_s = 0.0
+    longest_s = 0.0
+    events = 0
+
+    def apply(self, event: Event, now_s: float) -> list[Action]:
+        began_s = time.perf_counter()
+        actions = super().apply(event, now_s)
+        took_s = time.perf_counter() - began_s
+        self.spent_s += took_s
+        self.longest_s = max(self.longest_s, took_s)
+        self.events += 1
+        return actions
+
+
+def measure_events(tell: Tell, *, quick: bool) -> None:
+    """Programs of a few turns, twice as many as the pools hold."""
+    for programs, target_us in ((10_000, 50), (100_000, 100)):
+        count = programs // 20 if quick else programs
+        workload, fleet = _crowd(count)
+        policy = _Timed(SchedulerSettings(live_programs=count))
+        simulate(policy, workload, fleet)
+        name = f"one event at {programs:,} programs"
+        tell(f"{name}, mean", policy.spent_s / policy.events * 1e6, "us", f"<= {target_us}")
+        target = "<= 5" if programs == 100_000 else None
+        tell(f"{name}, longest", policy.longest_s * 1e3, "ms", target)
+
+
+def _crowd(programs: int) -> tuple[Workload, FleetProfile]:
+    """All in the system at once, on one engine for each 64 of them."""
+    workload = generate("remote-tools", programs=programs, seed=3, concurrency=programs)
+    few = Workload(
+        workload.name,
+        tuple(_first_turns(plan) for plan in workload.programs),
+        concurrency=programs,
+    )
+    engines = max(1, programs // 256)
+    profile = load_profile("pod-h100x2-qwen3-30b")
+    tokens = round(working_set_tokens(few, programs) / 2 / engines)
+    return few, FleetProfile(engines=engines, engine=profile.model_copy(update={"kv_tokens": tokens}))
+
+
+def _first_turns(plan: Plan, count: int = 3) -> Plan:
+    last = replace(plan.turns[count - 1], tool=None, tool_s=0.0, result_tokens=0)
+    return replace(plan, turns=(*plan.turns[: count - 1], last))
+
+
+def measure_speed(tell: Tell, *, quick: bool) -> None:
+    """Turns a second of wall time at 1,000 programs."""
+    count = 100 if quick else 1000
+    workload = generate("remote-tools", programs=count, seed=3, concurrency=count)
+    fleet = FleetProfile(engines=8, engine=load_profile("pod-h100x2-qwen3-30b"))
+    turns = sum(len(plan.turns) for plan in workload.programs)
+    for name, run, target in (
+        ("the scheduler", simulate, 8000),
+        ("the dispatcher", simulate_dispatched, 2000),
+    ):
+        began_s = time.perf_counter()
+        run(policy_of("sostenuto", workload), workload, fleet)
+        rate = turns / (time.perf_counter() - began_s)
+        tell(f"simulated turns a second through {name}, 1,000 programs", rate, "1/s", f">= {target}")
