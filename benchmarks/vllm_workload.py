@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sostenuto.runtime.simulation.plan import Plan, PlannedTurn, Workload
 from sostenuto.scheduler.kv import Segment
@@ -33,6 +33,21 @@ def make_workload(seed: int) -> Workload:
         for number in range(PROGRAMS)
     ]
     return Workload("sixteen-by-eight", tuple(plans))
+
+
+def with_other_tool_times(workload: Workload, seed: int, change: float) -> Workload:
+    """The same with each tool time longer or shorter by at most `change` of it."""
+    dice = random.Random(seed)
+    programs = [
+        replace(
+            plan,
+            turns=tuple(
+                replace(turn, tool_s=turn.tool_s * (1 + dice.uniform(-change, change))) for turn in plan.turns
+            ),
+        )
+        for plan in workload.programs
+    ]
+    return replace(workload, programs=tuple(programs))
 
 
 def _turn(dice: random.Random, *, is_last: bool) -> PlannedTurn:
