@@ -13,10 +13,10 @@ _LEAST_PROMPT, _MOST_PROMPT = 400, 800
 _LEAST_OUTPUT, _MOST_OUTPUT = 16, 32
 _LEAST_RESULT, _MOST_RESULT = 16, 96
 _LEAST_TURNS, _MOST_TURNS = 5, 9
-_TOOLS = {"read": (0.55, 0.3), "edit": (0.25, 0.6), "test": (0.2, 2.0)}
+_TOOLS = {"read": (0.55, 0.6), "edit": (0.25, 1.2), "test": (0.2, 4.0)}
 """Each tool's share of calls, and its median seconds."""
 _SPREAD = 0.6
-_LONGEST_S = 8.0
+_LONGEST_S = 16.0
 
 
 def live_workload(programs: int, *, seed: int, concurrency: int) -> Workload:
