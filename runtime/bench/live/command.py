@@ -21,7 +21,7 @@ from sostenuto.runtime.config import EngineSettings, parse
 from sostenuto.runtime.simulation.plan import Workload
 
 _WIDTH_OF_A_FILE = 200
-_PROGRAMS, _CONCURRENCY = 24, 12
+_PROGRAMS, _CONCURRENCY = 20, 12
 
 
 def run_command(  # noqa: PLR0913 - the options of a command

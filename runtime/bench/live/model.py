@@ -12,7 +12,7 @@ from sostenuto.errors import TrainerError
 from sostenuto.runtime.quickstart.folder import write_folder
 from sostenuto.runtime.quickstart.recipe import ModelShape
 
-SHAPE = ModelShape(layers=4, hidden=192, heads=4, feed_forward=576, context_tokens=2048)
+SHAPE = ModelShape(layers=4, hidden=256, heads=4, feed_forward=768, context_tokens=2048)
 _VOCABULARY = 512
 _FIRST_CHARACTER = 0x4E00
 
