@@ -362,7 +362,7 @@ def test_what_is_said_does_not_depend_on_the_hash_seed():
 
 
 def test_an_environment_is_prepared_for_everybody_in_the_order_of_submission():
-    hand = ours(1000)
+    hand = ours(100_000)
     names = [f"p{index}" for index in range(20)]
     for name in names:
         hand.feed(Submitted(ProgramId(name), 1e9))

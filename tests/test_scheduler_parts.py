@@ -318,9 +318,9 @@ def test_as_many_environments_are_ahead_as_are_admitted_while_one_is_made():
     assert prefetch.ahead(0, 1000.0) == pytest.approx(1.5 * 20 + 1, abs=2)
 
 
-def test_free_kv_is_filled_at_once_and_nothing_is_known_at_the_start():
+def test_free_kv_is_filled_at_once_by_a_guess_until_a_prompt_was_seen():
     prefetch = Prefetch()
-    assert prefetch.ahead(0, 0.0) == inf
+    assert prefetch.ahead(40_960, 0.0) == 11
     prefetch.prepared(20.0, 1000)
     assert prefetch.ahead(50_000, 0.0) == 51
     assert prefetch.ahead(0, 0.0) == 1

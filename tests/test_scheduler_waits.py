@@ -52,11 +52,18 @@ def test_programs_that_each_need_nearly_the_whole_pool_come_near_the_bound(engin
     assert 0.2 <= share <= 1.0
 
 
-def test_usual_programs_stay_below_the_bound():
-    workload = generate("swe-light", programs=24, seed=5, concurrency=12)
+@pytest.mark.parametrize("name", ["swe-light", "rl-groups"])
+def test_usual_programs_stay_below_the_bound(name: str):
+    workload = generate(name, programs=24, seed=5, concurrency=12)
     pool = int(working_set_tokens(workload) / 2 / 2)
     fleet = FleetProfile(engines=2, engine=small_profile(kv_tokens=pool))
     assert worst_share(workload, fleet, patience_s=60.0) < 1.0
+
+
+def test_programs_of_one_turn_each_are_bounded_as_well():
+    plans = [plan(f"p{n}", prompt=6000, turns=[PlannedTurn(3000)]) for n in range(12)]
+    fleet = FleetProfile(engine=small_profile(kv_tokens=12_000))
+    assert worst_share(closed(plans, 12), fleet, patience_s=30.0) <= 1.0
 
 
 SLACK = 1.02
