@@ -71,7 +71,7 @@ class ActingByTool:
         for tool, octaves in self._buckets.items():
             self._grow_older(octaves, now_s)
             for octave, bucket in enumerate(octaves):
-                if bucket:
+                if bucket or octave == 0:
                     ranked.append((self._times.rate(tool, octave), len(ranked), bucket))
         ranked.sort()
         self._ranked = ranked

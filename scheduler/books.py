@@ -3,6 +3,8 @@
 Nothing is decided here: `Scheduler` adds that.
 """
 
+from collections.abc import Iterable
+
 from sostenuto.scheduler.acting import Acting, ActingByTool, ActingForeseen, Foresight
 from sostenuto.scheduler.actions import (
     Action,
@@ -23,13 +25,13 @@ from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.order import KeyQueue, Order
 from sostenuto.scheduler.patience import Patience
 from sostenuto.scheduler.prefetch import Prefetch
-from sostenuto.scheduler.program import Program
+from sostenuto.scheduler.program import NEVER, Program
 from sostenuto.scheduler.rates import EngineRates
 from sostenuto.scheduler.sandboxes import SandboxLedger
 from sostenuto.scheduler.seat import Seat
 from sostenuto.scheduler.tool_times import ToolTimes
 from sostenuto.scheduler.window import Window
-from sostenuto.types import EngineId
+from sostenuto.types import EngineId, Version
 
 
 class Books(Frame):
@@ -55,6 +57,7 @@ class Books(Frame):
         self._sandboxes = SandboxLedger()
         self._foresight = foresight
         self._mean_wait_s = 0.0
+        self._ordered_for: Version | None = None
         self.patience = Patience()
 
     def seat_of(self, program: Program) -> Seat | None:
@@ -83,6 +86,8 @@ class Books(Frame):
     def _on_engine_lost(self, event: EngineLost, now_s: float) -> list[Action]:
         actions = super()._on_engine_lost(event, now_s)
         lost = self._seats.pop(event.engine_id, None)
+        if lost is not None:
+            lost.unclaim()
         for program in list(self._programs.values()) if lost and lost.host else []:
             if program.offloaded_to is lost:
                 program.offloaded_to = None
@@ -90,8 +95,11 @@ class Books(Frame):
 
     def _on_committed(self, event: UpdateCommitted, now_s: float) -> list[Action]:
         seat = self._seats.get(event.engine_id)
-        for program in list(seat.offloaded.values()) if seat and event.dropped_kv else []:
+        if seat is None or not self.gate.expects_commit(event.engine_id, event.version):
+            return super()._on_committed(event, now_s)
+        for program in list(seat.offloaded.values()) if event.dropped_kv else []:
             program.leave_host()
+        seat.is_changed = True
         return super()._on_committed(event, now_s)
 
     def _on_engine_loaded(self, event: EngineLoaded, now_s: float) -> list[Action]:
@@ -101,6 +109,9 @@ class Books(Frame):
             seat.window.loaded(event.preemptions, event.hit_rate, len(seat.decoding))
             seat.follow_window()
         return []
+
+    def _held_on(self, seat: EngineSeat) -> list[Program]:
+        return [self._programs[program_id] for program_id in seat.kv.holders()]
 
     # ---- sandboxes ----
 
@@ -141,16 +152,17 @@ class Books(Frame):
         return actions
 
     def _on_prepared(self, program: Program, event: Prepared, now_s: float) -> None:
-        self._prefetch.prepared(now_s - program.since_s, event.footprint.tokens + event.turn_tokens)
+        took_s = now_s - program.since_s
+        super()._on_prepared(program, event, now_s)
+        self._prefetch.prepared(took_s, event.footprint.tokens + event.turn_tokens)
         self._unstarted += 1
         program.is_unstarted = True
-        super()._on_prepared(program, event, now_s)
 
     def _turn_is_known(self, program: Program, event: TurnEnded, now_s: float) -> None:
         seat, cost = self.seat_of(program), event.cost
         took_s = now_s - program.decoding_since_s
         self.patience.turn_took(took_s)
-        program.evictions = 0
+        program.fatigue /= 2
         if seat is None:
             return
         seat.is_changed |= seat.free_slots <= 0
@@ -168,6 +180,9 @@ class Books(Frame):
         seat = self.seat_of(program)
         assert seat is not None
         seat.hold(program, now_s)
+        if not seat.decoding:
+            seat.is_changed = True
+            seat.too_much_tokens = NEVER
 
     def _tool_is_known(self, program: Program, acted_s: float, now_s: float) -> None:
         self._times.learn(program.tool, acted_s)
@@ -189,7 +204,11 @@ class Books(Frame):
         seat.ready_needs = 0
 
     def _leaves(self, program: Program, now_s: float) -> None:
-        self._stops_waiting(program)
+        if program.phase is Phase.WAITING and program in self.patience:
+            # It only loses its KV, and keeps its place among those who wait.
+            self._unclaim(program)
+        else:
+            self._stops_waiting(program)
         seat = self.seat_of(program)
         if seat is not None:
             seat.program_seconds(now_s)
@@ -203,25 +222,38 @@ class Books(Frame):
         if program.is_unstarted:
             self._unstarted -= 1
             program.is_unstarted = False
+        self._unclaim(program)
+
+    def _unclaim(self, program: Program) -> None:
         if program.claims is not None:
-            program.claims.claimed_by = None
-            program.claims.is_changed = True
-            program.claims = None
+            program.claims.unclaim()
 
     def _on_answered(self, program: Program, event: object, now_s: float) -> None:
         program.leave_host()
+        if program.phase is Phase.REASONING:
+            self.patience.turn_took(now_s - program.decoding_since_s)
         super()._on_answered(program, event, now_s)
 
     def _has_finished(self, program: Program, now_s: float) -> None:
         program.leave_host()
         self._sandboxes.release(program.id)
-        for mate in self._order.finished(program):
-            key = self._order.key(mate, self.gate.deployed)
-            seat = self.seat_of(mate)
-            if mate.id in self._waiting:
-                self._waiting.add(key, mate)
-            elif seat is not None and mate.id in seat.ready:
-                seat.ready.add(key, mate)
+        self._order_anew(self._order.finished(program))
+
+    def _follow_version(self) -> None:
+        """A version that has opened changes how urgent records are."""
+        if self._ordered_for == self.gate.deployed:
+            return
+        self._ordered_for = self.gate.deployed
+        self._order_anew(p for p in self.patience.everybody() if p.trainable_until is not None)
+
+    def _order_anew(self, programs: Iterable[Program]) -> None:
+        for program in programs:
+            key = self._order.key(program, self.gate.deployed)
+            seat = self.seat_of(program)
+            if program.id in self._waiting:
+                self._waiting.add(key, program)
+            elif seat is not None and program.id in seat.ready:
+                seat.ready.add(key, program)
 
     def _waited(self, program: Program, now_s: float) -> None:
         """It is about to decode: keep count of how long programs wait."""

@@ -86,7 +86,7 @@ class Frame(ABC):
             ToolReturned: self._of_turn(self._on_tool_returned),
             Answered: self._of_program(self._on_answered),
             Finished: self._of_program(self._on_finished),
-            Heard: self._of_program(self._on_heard),
+            Heard: self._of_program(lambda *_: None),
             SandboxMoved: self._of_program(self._on_sandbox_moved),
             EngineJoined: self._on_engine_joined,
             EngineLoaded: self._on_engine_loaded,
@@ -179,7 +179,7 @@ class Frame(ABC):
         del program, acted_s, now_s
 
     def _has_finished(self, program: Program, now_s: float) -> None:
-        """The program is over and about to be forgotten."""
+        """The program is about to be forgotten."""
         del program, now_s
 
     def _on_engine_loaded(self, event: EngineLoaded, now_s: float) -> list[Action]:
@@ -197,6 +197,10 @@ class Frame(ABC):
         """Whether one more environment may be made now."""
         del now_s
         return len(self._programs) - len(self._queued) < self._settings.live_programs
+
+    def _held_on(self, seat: EngineSeat) -> list[Program]:
+        """Programs whose KV is there."""
+        return [program for program in self._programs.values() if program.engine is seat]
 
     # ---- what happened to programs ----
 
@@ -218,7 +222,7 @@ class Frame(ABC):
 
         def current(event: T, now_s: float) -> list[Action]:
             program = self._programs.get(event.program_id)
-            if program is not None and program.turn != event.turn:
+            if program is not None and (program.turn != event.turn or _is_overtaken(program, event)):
                 self._late_events += 1
                 return []
             return guarded(event, now_s)
@@ -291,10 +295,6 @@ class Frame(ABC):
         self._preparing.discard(program.id)
         del self._programs[program.id]
 
-    def _on_heard(self, program: Program, event: Heard, now_s: float) -> None:
-        """The lease was renewed by hearing of it."""
-        del program, event, now_s
-
     # ---- what happened to engines ----
 
     def _on_engine_joined(self, event: EngineJoined, now_s: float) -> list[Action]:
@@ -311,16 +311,16 @@ class Frame(ABC):
         return self.gate.leave(event.engine_id)
 
     def _on_committed(self, event: UpdateCommitted, now_s: float) -> list[Action]:
-        if event.dropped_kv:
+        if event.dropped_kv and self.gate.expects_commit(event.engine_id, event.version):
             self._empty(event.engine_id, Move.EVICT, now_s)
         return self.gate.committed(event.engine_id, event.version)
 
     def _empty(self, engine_id: EngineId, move: Move, now_s: float) -> None:
         """The engine has lost KV: of every program, or (EVICT) of those between turns."""
         seat = self._engines.get(engine_id)
-        for program in list(self._programs.values()) if seat else []:
+        for program in self._held_on(seat) if seat else []:
             decoding = program.phase is Phase.REASONING
-            if program.engine is seat and not (decoding and move is Move.EVICT):
+            if not (decoding and move is Move.EVICT):
                 self._give_up_kv(program, move, now_s)
 
     # ---- time ----
@@ -385,6 +385,7 @@ class Frame(ABC):
         self._leave(program, now_s)
         if program.phase is Phase.WAITING:
             if not waited:
+                program.runnable_since_s = now_s
                 self._note(program, Reason.ORDER, now_s)
             self._became_runnable(program, now_s)
 
@@ -393,3 +394,8 @@ class Frame(ABC):
         if program.engine is not None:
             program.engine.decoding.discard(program.id)
             program.engine = None
+
+
+def _is_overtaken(program: Program, event: ProgramEvent) -> bool:
+    """Whether the turn was lost with its engine, and this is the engine's last word."""
+    return isinstance(event, TurnEnded) and program.phase is Phase.WAITING

@@ -122,6 +122,10 @@ class Gate:
         member.verified, member.state = None, EngineState.QUARANTINED
         return [Quarantine(engine_id, reason), *self._progress()]
 
+    def expects_commit(self, engine_id: EngineId, version: Version) -> bool:
+        """Whether a report of that swap is no late or repeated one."""
+        return self._expects(engine_id, version, EngineState.COMMITTING)
+
     def _expects(self, engine_id: EngineId, version: Version, state: EngineState) -> bool:
         # A late or repeated report of an earlier publication changes nothing.
         member = self._members.get(engine_id)

@@ -5,7 +5,7 @@ counted once for all its holders; the rest is private.  An engine that keeps a c
 for each holder is given no keys.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from sostenuto.types import ProgramId
@@ -60,6 +60,9 @@ class KvLedger:
         """Programs that hold something."""
         return len(self._holders)
 
+    def holders(self) -> list[ProgramId]:
+        return list(self._holders)
+
     def __contains__(self, program_id: ProgramId) -> bool:
         return program_id in self._holders
 
@@ -89,6 +92,13 @@ class KvLedger:
         if wanted.tokens + self._block * (1 + len(wanted.shared)) <= self._capacity:
             return True
         return self._all(wanted) <= self._capacity
+
+    def fits_without(self, program_ids: Container[ProgramId], wanted: Footprint) -> bool:
+        """Whether `wanted` would fit if those programs held nothing.  O(holders)."""
+        left = [wanted, *(held for id_, held in self._holders.items() if id_ not in program_ids)]
+        shared = {segment.key: segment.tokens for held in left for segment in held.shared}
+        private = sum(self._rounded(held.private_tokens) for held in left)
+        return private + sum(map(self._rounded, shared.values())) <= self._capacity
 
     def reserve(self, program_id: ProgramId, wanted: Footprint) -> bool:
         """Make `program_id` hold exactly `wanted` and say True, or change nothing and say False."""

@@ -106,7 +106,7 @@ class Order:
         before = group.is_almost_complete
         group.members.pop(program.id, None)
         group.finished += 1
-        if not group.members and group.finished >= group.size:
+        if not group.members:
             del self._groups[program.group]
         return list(group.members.values()) if group.is_almost_complete != before else []
 

@@ -30,6 +30,12 @@ class Patience:
     def __len__(self) -> int:
         return len(self._runnable)
 
+    def __contains__(self, program: Program) -> bool:
+        return program.id in self._runnable
+
+    def everybody(self) -> list[Program]:
+        return list(self._runnable.values())
+
     def began_to_wait(self, program: Program) -> None:
         """Nothing to do for one that waits already: it keeps its place."""
         if program.id not in self._runnable:

@@ -74,8 +74,8 @@ class Program:
     """When it last began to lack nothing but an engine; an eviction meanwhile does not start it anew."""
     held_tokens: int = 0
     """What only it keeps on its engine between turns."""
-    evictions: int = 0
-    """Since its last turn began."""
+    fatigue: float = 0.0
+    """How often its KV was given up; half of that is forgotten with each turn."""
     reason: Reason | None = None
     reason_since_s: float = 0.0
     waited_s: dict[Reason, float] = field(default_factory=dict[Reason, float])

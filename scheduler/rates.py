@@ -58,11 +58,14 @@ class EngineRates:
         """A request prefilled `tokens` in `took_s`."""
         if tokens < 64 or took_s <= 0:
             return
-        share = _SMOOTHING if self._knows_prefill else 1.0
+        rate, share = tokens / took_s, 1.0
+        if self._knows_prefill:
+            # One odd sample moves it by little.
+            rate, share = min(max(rate, self._prefill / 4), self._prefill * 4), _SMOOTHING
         self._knows_prefill = True
-        self._prefill += share * (tokens / took_s - self._prefill)
+        self._prefill += share * (rate - self._prefill)
 
-    def decoded(self, tokens: int, took_s: float, together: float, *, judged: bool) -> None:
+    def decoded(self, tokens: int, took_s: float, together: float, *, judged: bool = True) -> None:
         """A request generated `tokens` in `took_s` while `together` requests decoded on average.
 
         `judged`: it counts for the cap, which is for times when KV is short.  What a large batch of small

@@ -28,8 +28,10 @@ __all__ = ["Scheduler", "SchedulerSettings"]
 
 _SWEEP_S = 1.0
 """While somebody waits, engines that had no room are looked at again: rates of return fall with time."""
-_LOOK_PAST = 3
+_LOOK_PAST = 2
 """Programs that are tried where the first of them may find no room."""
+_LOOK_FOR_DUE = 64
+"""Programs that are looked at for one that an unclaimed engine could be cleared for."""
 _SNAPSHOT_AFTER = 20.0
 """A sandbox that lies idle for so many times what a snapshot costs is snapshotted."""
 
@@ -45,6 +47,7 @@ class Scheduler(Books):
 
     def _decide(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
+        self._follow_version()
         if now_s >= self._swept_s + _SWEEP_S:
             actions += self._sweep(now_s)
         if not len(self.patience):
@@ -69,7 +72,12 @@ class Scheduler(Books):
     # ---- those who have waited long enough ----
 
     def _serve_the_due(self, now_s: float) -> list[Action]:
-        for program in self.patience.due(now_s - self._settings.patience_s, 2 * len(self._seats)):
+        for seat in self._seats.values():
+            if not self.gate.may_start(seat.id):
+                seat.unclaim()
+        unclaimed = sum(seat.claimed_by is None for seat in self._seats.values())
+        looked_at = _LOOK_FOR_DUE if unclaimed else 0
+        for program in self.patience.due(now_s - self._settings.patience_s, looked_at):
             if program.claims is None and (seat := self._to_clear(program)) is not None:
                 seat.claimed_by, program.claims = program, seat
         actions: list[Action] = []
@@ -89,20 +97,27 @@ class Scheduler(Books):
 
     def _clear(self, seat: Seat, program: Program, now_s: float) -> list[Action]:
         """Start the program that the engine is kept clear for as soon as it fits."""
+        if self.seat_of(program) is seat and not seat.could_ever_hold(program.wanted):
+            return self._outgrown(program, seat, now_s)
         if seat.free_slots <= 0 or not self.gate.may_start(seat.id):
             return []
         needed = seat.kv.missing_tokens(program.id, program.wanted)
-        victims = seat.clear(needed, now_s, FIRST) if needed else []
+        victims = seat.clear(program, needed, now_s, FIRST) if needed else []
         if victims is None:
             return []
-        return self._begin(program, seat, victims, now_s) or []
+        started = self._begin(program, seat, victims, now_s)
+        if started is None:
+            seat.unclaim()
+        return started or []
 
     # ---- where the KV is ----
 
     def _resume(self, seat: Seat, now_s: float) -> list[Action]:
         """Programs that hold KV on `seat` and have their result."""
         actions: list[Action] = []
-        if not self.gate.may_start(seat.id) or seat.claimed_by is not None:
+        if not self.gate.may_start(seat.id):
+            return self._forsake(seat, now_s)
+        if seat.claimed_by is not None:
             return actions
         seat.ready_needs = NEVER
         for program in seat.ready.first_of(_LOOK_PAST):
@@ -120,6 +135,18 @@ class Scheduler(Books):
             actions += started or []
         return actions
 
+    def _forsake(self, seat: Seat, now_s: float) -> list[Action]:
+        """Programs with KV on an engine that takes no requests go elsewhere, where one does."""
+        elsewhere = any(self.gate.may_start(other.id) for other in self._seats.values())
+        actions: list[Action] = []
+        for program in list(seat.ready.last_first()):
+            if elsewhere:
+                self._give_up_kv(program, Move.EVICT, now_s)
+                actions.append(Evict(program.id, seat.id))
+            else:
+                self._note(program, Reason.VERSION, now_s)
+        return actions
+
     def _outgrown(self, program: Program, seat: Seat, now_s: float) -> list[Action]:
         self._give_up_kv(program, Move.EVICT, now_s)
         return [Evict(program.id, seat.id), *self._refuse(program)]
@@ -127,7 +154,7 @@ class Scheduler(Books):
     def _start_at_home(self, program: Program, seat: Seat, now_s: float) -> list[Action] | None:
         needed = seat.kv.missing_tokens(program.id, program.wanted)
         key = seat.ready.key_of(program.id) or FIRST
-        victims = self._victims(needed, seat, key, now_s)
+        victims = self._victims(program, needed, seat, key, now_s)
         if victims is None:
             seat.ready_needs = min(seat.ready_needs, seat.kv.free_tokens + needed)
             self._note(program, Reason.KV, now_s)
@@ -159,9 +186,11 @@ class Scheduler(Books):
             actions += started
             if not started or not len(self._waiting):
                 break
-        for program in newcomers:
-            if program.id in self._waiting:
-                actions += self._place(program, now_s) or []
+        if newcomers:
+            first = {program.id for program in self._waiting.first_of(_LOOK_PAST)}
+            for program in newcomers:
+                if program.id in first:
+                    actions += self._place(program, now_s) or []
         return actions
 
     def _usable(self, program: Program) -> list[Seat]:
@@ -188,7 +217,7 @@ class Scheduler(Books):
             seat.waiting_needs = min(seat.waiting_needs, seat.kv.free_tokens + needed)
         key = self._waiting.key_of(program.id) or FIRST
         for needed, seat in sorted(needs, key=lambda pair: pair[0]):
-            victims = self._victims(needed, seat, key, now_s)
+            victims = self._victims(program, needed, seat, key, now_s)
             if victims is not None:
                 return self._begin(program, seat, victims, now_s)
         self._note(program, Reason.KV, now_s)
@@ -230,21 +259,24 @@ class Scheduler(Books):
 
     # ---- what changes ----
 
-    def _victims(self, needed: int, seat: Seat, key: Key, now_s: float) -> list[Program] | None:
+    def _victims(
+        self, program: Program, needed: int, seat: Seat, key: Key, now_s: float
+    ) -> list[Program] | None:
         """Who gives up KV so that `needed` tokens are free; None when that does not pay."""
         if not needed:
             return []
         victims = seat.cover(needed, now_s)
         if victims is None and not seat.decoding:
             # Nothing runs there, so nothing would change by waiting.
-            victims = seat.clear(needed, now_s, key)
+            victims = seat.clear(program, needed, now_s, key)
         return victims
 
     def _begin(
         self, program: Program, seat: Seat, victims: list[Program], now_s: float
     ) -> list[Action] | None:
         """Decode its next turn there; None, and nothing changes, while there is no room for its sandbox."""
-        sandbox = self._wake_sandbox(program)
+        is_due = now_s - program.runnable_since_s >= self._settings.patience_s
+        sandbox = self._wake_sandbox(program, is_due=is_due)
         if sandbox is None:
             self._note(program, Reason.SANDBOX, now_s)
             return None
@@ -256,7 +288,8 @@ class Scheduler(Books):
         assert reserved, f"{program.id} does not fit on {seat.id}"
         if program.is_unstarted:
             self._prefetch.admitted(now_s)
-        self.patience.served(program, now_s, self._settings.patience_s, len(self._seats))
+        engines = sum(other.could_ever_hold(program.wanted) for other in self._seats.values())
+        self.patience.served(program, now_s, self._settings.patience_s, engines)
         self._waited(program, now_s)
         self._stops_waiting(program)
         seat.ready.discard(program.id)
@@ -267,7 +300,7 @@ class Scheduler(Books):
     def _evict(self, victims: list[Program], seat: Seat, now_s: float) -> list[Action]:
         actions: list[Action] = []
         for victim in victims:
-            victim.evictions += 1
+            victim.fatigue += 1
             tokens = victim.held_tokens
             self._give_up_kv(victim, Move.EVICT, now_s)
             actions += self._one_rung_down(victim, tokens, seat)
@@ -297,27 +330,31 @@ class Scheduler(Books):
             return []
         return self._step_down(self._programs[oldest[1]]) or []
 
-    def _wake_sandbox(self, program: Program) -> list[Action] | None:
+    def _wake_sandbox(self, program: Program, *, is_due: bool) -> list[Action] | None:
         """Its sandbox is needed again, after this turn; None when there is no room for it."""
         if self._sandboxes.rung(program.id) in (None, SandboxRung.RUNNING):
             return []
         actions: list[Action] = []
         if not self._sandboxes.can_run(program.id):
-            made = self._step_down(program)
+            made = self._step_down(program, is_due=is_due)
             if made is None:
                 return None
             actions = made
         self._sandboxes.move(program.id, SandboxRung.RUNNING)
         return [*actions, MoveSandbox(program.id, SandboxRung.RUNNING)]
 
-    def _step_down(self, wanting: Program) -> list[Action] | None:
-        """Free what the sandbox of `wanting` takes; None when that cannot be done or does not pay."""
+    def _step_down(self, wanting: Program, *, is_due: bool = False) -> list[Action] | None:
+        """Free what the sandbox of `wanting` takes; None when that cannot be done or does not pay.
+
+        For one that is due whether it pays or not, and also from programs that are ready.
+        """
         rung = SandboxRung.RECLAIMED
         if self._mean_wait_s > _SNAPSHOT_AFTER * self._sandboxes.return_s(SandboxRung.SNAPSHOTTED):
             rung = SandboxRung.SNAPSHOTTED
-        if self._mean_wait_s < self._sandboxes.return_s(rung):
+        if self._mean_wait_s < self._sandboxes.return_s(rung) and not is_due:
             return None
-        idle = (program for program in self._waiting.last_first() if program is not wanting)
+        queues = [self._waiting, *(seat.ready for seat in self._seats.values() if is_due)]
+        idle = (program for queue in queues for program in queue.last_first() if program is not wanting)
         stepping = self._sandboxes.step_down(wanting.sandbox, idle)
         for program in stepping:
             self._sandboxes.move(program.id, rung)

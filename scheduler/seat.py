@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from sostenuto.scheduler.acting import Acting, Candidate
 from sostenuto.scheduler.fleet import EngineSeat
@@ -100,6 +99,13 @@ class Seat(EngineSeat):
         self.decoding.discard(program.id)
         self.kv.release(program.id)
 
+    def unclaim(self) -> None:
+        """It is not kept clear for anybody any more."""
+        if self.claimed_by is not None:
+            self.claimed_by.claims = None
+            self.claimed_by = None
+            self.is_changed = True
+
     def put_on_host(self, program: Program, tokens: int) -> None:
         """Its KV is in the lower tier, which has room for it."""
         assert self.host is not None
@@ -154,16 +160,35 @@ class Seat(EngineSeat):
         """
         if self.acting_tokens < needed or needed >= self.too_much_tokens:
             return None
-        victims = cheapest(list(islice(self._paying(needed, now_s), _LOOKED_AT)), needed)
+        victims = cheapest(self._first_paying(needed, now_s), needed)
         if victims is None:
             self.too_much_tokens = needed
             return None
         return [program for _, program in victims]
 
-    def clear(self, needed: int, now_s: float, before: Key) -> list[Program] | None:
-        """The same whatever it costs, at last also from ready programs that come after `before`."""
-        victims = cheapest(list(self._all(now_s, before)), needed)
-        return None if victims is None else [program for _, program in victims]
+    def clear(self, program: Program, needed: int, now_s: float, before: Key) -> list[Program] | None:
+        """The same for `program` whatever it costs, at last also from ready ones that come after `before`."""
+        candidates = list(self._all(now_s, before))
+        victims = cheapest(candidates, needed)
+        if victims is not None:
+            return [victim for _, victim in victims]
+        if self.decoding:
+            return None
+        # What they share, and what is left of their last blocks, is freed only with all of them.
+        everybody = [victim for _, victim in candidates]
+        without = {program.id, *(victim.id for victim in everybody)}
+        return everybody if self.kv.fits_without(without, program.wanted) else None
+
+    def _first_paying(self, needed: int, now_s: float) -> list[Candidate]:
+        """The first few, or as many as are needed."""
+        taken: list[Candidate] = []
+        tokens = 0
+        for candidate in self._paying(needed, now_s):
+            taken.append(candidate)
+            tokens += candidate[1].held_tokens
+            if len(taken) >= _LOOKED_AT and tokens >= needed:
+                break
+        return sorted(taken, key=lambda candidate: candidate[0])
 
     def _paying(self, needed: int, now_s: float) -> Iterator[Candidate]:
         highest = self.break_even_rate(0, needed)
@@ -171,7 +196,7 @@ class Seat(EngineSeat):
             if rate >= highest:
                 break
             # Who was made to come back without its KV before is asked last.
-            fatigued = rate * (1 + program.evictions)
+            fatigued = rate * (1 + program.fatigue)
             if fatigued < self.break_even_rate(program.held_tokens, needed):
                 yield fatigued, program
 
@@ -188,23 +213,22 @@ class Seat(EngineSeat):
 def cheapest(candidates: Sequence[Candidate], needed: int) -> list[Candidate] | None:
     """Those whose tokens together are at least `needed`, at about the least cost; None when all are too few.
 
-    The cost of one is its rate of return times its tokens.  A cover by rising rate, without the superfluous,
-    is compared with the single candidate that costs least among those that are large enough.
+    The cost of one is its rate of return times its tokens.  Candidates are taken by rising rate; after each,
+    the cheapest one that would be enough to end with is tried.
     """
-    picked: list[Candidate] = []
+    best: list[Candidate] | None = None
+    best_cost = paid = 0.0
     lacking = needed
-    for candidate in candidates:
-        picked.append(candidate)
+    for taken, candidate in enumerate(candidates):
+        enough = (c for c in candidates[taken:] if c[1].held_tokens >= lacking)
+        last = min(enough, key=_cost, default=None)
+        if last is not None and (best is None or paid + _cost(last) < best_cost):
+            best, best_cost = [*candidates[:taken], last], paid + _cost(last)
+        paid += _cost(candidate)
         lacking -= candidate[1].held_tokens
-        if lacking <= 0:
+        if lacking <= 0 or (best is not None and paid >= best_cost):
             break
-    if lacking > 0:
-        return None
-    picked = pruned(picked, needed)
-    alone = min((c for c in candidates if c[1].held_tokens >= needed), key=_cost, default=None)
-    if alone is not None and _cost(alone) < sum(map(_cost, picked)):
-        return [alone]
-    return picked
+    return None if best is None else pruned(best, needed)
 
 
 def pruned(picked: list[Candidate], needed: int) -> list[Candidate]:

@@ -31,6 +31,7 @@ def program(
         needed_tokens=70,
         prefilled_tokens=100,
         cached_tokens=300,
+        turn_contexts=[prompt_tokens] * len(waits_s),
         turn_waits_s=list(waits_s),
         admission_waits_s=[wait_s / 2 for wait_s in waits_s],
         environment_wait_s=1.0,

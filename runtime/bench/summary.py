@@ -55,7 +55,7 @@ class Summary:
     prompt_wait_correlation: float
     """Over programs: tokens of the first prompt, and the wait of the first turn."""
     context_wait_correlation: float
-    """Over programs: mean tokens sent in a turn, and mean wait of a turn."""
+    """Over turns: the tokens sent, and the wait."""
     sandbox_s: float
     environment_wait_s: float
     """Summed over programs: nothing was missing but the environment."""
@@ -186,8 +186,8 @@ def _first_turns(programs: Sequence[ProgramResult]) -> float:
 
 
 def _all_turns(programs: Sequence[ProgramResult]) -> float:
-    served = [program for program in programs if program.turn_waits_s and program.turns]
-    return correlation([p.context_tokens / p.turns for p in served], [mean(p.turn_waits_s) for p in served])
+    pairs = [pair for p in programs for pair in zip(p.turn_contexts, p.turn_waits_s, strict=False)]
+    return correlation([tokens for tokens, _ in pairs], [wait_s for _, wait_s in pairs])
 
 
 def _waits_by_reason_s(programs: Sequence[ProgramResult]) -> dict[str, float]:

@@ -131,6 +131,7 @@ class SimulatedProgram:
         context = result.prompt_tokens - self.plan.prompt_tokens + self.private_tokens + self._generated
         output = self.turn.output_tokens - self._generated
         result.context_tokens += context
+        result.turn_contexts.append(context)
         if not self.is_silent:
             request = Request(self._request_id, self.plan.id, shared, context, output)
             scene.fleet.generate(engine_id, request, self._served)

@@ -44,6 +44,8 @@ class ProgramResult:
     prefill_s: float = 0.0
     tool_s: float = 0.0
     tool_queue_s: float = 0.0
+    turn_contexts: list[int] = field(default_factory=list[int])
+    """For each turn: tokens sent."""
     turn_waits_s: list[float] = field(default_factory=list[float])
     """For each turn: from the moment when nothing was missing but the engine to its first prefill step."""
     admission_waits_s: list[float] = field(default_factory=list[float])

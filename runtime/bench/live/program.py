@@ -90,6 +90,7 @@ class ReplayedProgram:
         result.moves += self._engine_id not in (None, engine_id)
         result.admission_waits_s.append(now_s - self._runnable_s)
         result.context_tokens += context_tokens
+        result.turn_contexts.append(context_tokens)
         self._stop_waiting()
         self._engine_id = engine_id
         self._enter(Phase.REASONING)

@@ -142,6 +142,7 @@ class Script:
         result.moves += self.engine_id is not None and self.engine_id != engine_id
         result.admission_waits_s.append(now_s - self._runnable_s)
         result.context_tokens += self._context
+        result.turn_contexts.append(self._context)
         self.engine_id = engine_id
         self._stops_waiting(now_s)
         plan = self.plan
