@@ -180,9 +180,7 @@ class Books(Frame):
         seat = self.seat_of(program)
         assert seat is not None
         seat.hold(program, now_s)
-        if not seat.decoding:
-            seat.is_changed = True
-            seat.too_much_tokens = NEVER
+        self._look_if_idle(seat)
 
     def _tool_is_known(self, program: Program, acted_s: float, now_s: float) -> None:
         self._times.learn(program.tool, acted_s)
@@ -214,6 +212,13 @@ class Books(Frame):
             seat.program_seconds(now_s)
             seat.is_changed |= seat.free_slots <= 0
             seat.forget(program)
+            self._look_if_idle(seat)
+
+    def _look_if_idle(self, seat: Seat) -> None:
+        """Nothing decodes there any more: whatever KV costs may be given up now."""
+        if not seat.decoding:
+            seat.is_changed = True
+            seat.too_much_tokens = NEVER
 
     def _stops_waiting(self, program: Program) -> None:
         """It is in no queue any more, and no engine is kept clear for it."""

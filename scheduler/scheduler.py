@@ -191,6 +191,8 @@ class Scheduler(Books):
             for program in newcomers:
                 if program.id in first:
                     actions += self._place(program, now_s) or []
+                elif program.id in self._waiting:
+                    actions += self._refuse(program)
         return actions
 
     def _usable(self, program: Program) -> list[Seat]:
