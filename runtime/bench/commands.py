@@ -1,13 +1,15 @@
-"""`sostenuto bench`: policies side by side, on simulated engines."""
+"""`sostenuto bench`: policies side by side, and engines measured for it."""
 
 import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Annotated
 
+import anyio
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -31,6 +33,8 @@ from sostenuto.runtime.bench.options import (
 from sostenuto.runtime.bench.report import write_report
 from sostenuto.runtime.bench.sweep import Outcome, run_cells
 from sostenuto.runtime.bench.tables import show_places
+from sostenuto.runtime.calibration.calibrate import ProbeSettings, calibrate
+from sostenuto.runtime.calibration.profile_file import profile_text
 from sostenuto.runtime.simulation.traces.files import write_trace
 from sostenuto.scheduler.policies import POLICIES
 
@@ -88,6 +92,27 @@ def simulate(  # noqa: PLR0913 - the options of a command
     with _progress(len(cells)) as say:
         outcomes = run_cells(cells, workers=_workers(workers), say=say)
     _report(out, outcomes, told(sweep), html=html)
+
+
+@bench.command("calibrate")
+def calibrate_command(
+    url: Annotated[str, typer.Argument(help="Of a running engine that speaks the OpenAI routes.")],
+    *,
+    out: Annotated[Path, typer.Option(help="TOML file of the profile.")],
+    model: Annotated[str | None, typer.Option(help="Its name there; the first that it serves.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="SOSTENUTO_API_KEY", help="For the engine.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of context at which decoding is timed; half of the most.")
+    ] = None,
+) -> None:
+    """Measure an engine and write the profile with which it is simulated."""
+    settings = ProbeSettings() if context is None else ProbeSettings(decode_context_tokens=context)
+    with _writing("out", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    profile = anyio.run(partial(calibrate, url, model=model, api_key=api_key, settings=settings))
+    with _writing("out", out):
+        out.write_text(profile_text(profile), encoding="utf-8")
+    Console().print(f"profile: {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 @bench.command("policies")
