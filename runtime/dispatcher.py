@@ -8,13 +8,14 @@ Invariants:
 - An engine that dies takes no program with it: the scheduler places those again, with the same tokens.
 """
 
+import asyncio
+import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import anyio
 from anyio.abc import TaskGroup
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from sostenuto.errors import EngineError, InvalidTransition, ProgramError, boundary
 from sostenuto.records import Trajectory, validate
@@ -23,6 +24,7 @@ from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.engines.wire import Capabilities
 from sostenuto.runtime.fleet import Fleet
 from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
+from sostenuto.runtime.prompts import Prompts
 from sostenuto.runtime.publishing import Publication, Publishing, UpdatePolicy
 from sostenuto.runtime.rendering.renderer import Renderer
 from sostenuto.runtime.tool_pace import ToolPace
@@ -47,11 +49,31 @@ from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, Outcome, OutcomeKind, ProgramId, StopReason, Version
 
 
+class _Mail:
+    """The scheduler's last word to a program: what it said before the loss of an engine does not count."""
+
+    def __init__(self) -> None:
+        self._grant: Grant | None = None
+        self._comes: asyncio.Future[None] | None = None
+
+    def put(self, grant: Grant) -> None:
+        self._grant = grant
+        if self._comes is not None and not self._comes.done():
+            self._comes.set_result(None)
+
+    async def take(self) -> Grant:
+        while self._grant is None:
+            self._comes = asyncio.get_running_loop().create_future()
+            await self._comes
+        grant, self._grant = self._grant, None
+        return grant
+
+
 @dataclass(slots=True)
 class _Seat:
     """How the dispatcher reaches a program."""
 
-    grants: MemoryObjectSendStream[Grant]
+    mail: _Mail
     scope: anyio.CancelScope
 
 
@@ -75,7 +97,10 @@ class Dispatcher:
         self._running = running
         self._seats: dict[ProgramId, _Seat] = {}
         self._publishing = Publishing(engines, update, self._feed, running)
-        self._wake = anyio.Event()
+        self._now_s = asyncio.get_running_loop().time
+        self._sooner = anyio.Event()
+        self._sleeps_until_s = math.inf
+        self._prompts = Prompts()
         self._around = Surroundings(
             tools=tools,
             renderer=renderer,
@@ -83,8 +108,10 @@ class Dispatcher:
             release=self._fleet.release,
             context_tokens=lambda: self._fleet.context_tokens,
             report=self._feed,
+            now_s=self._now_s,
             timeouts=timeouts,
             pace=ToolPace(),
+            prompts=self._prompts,
         )
 
     def __repr__(self) -> str:
@@ -99,11 +126,11 @@ class Dispatcher:
 
     async def run(self, spec: ProgramSpec) -> Trajectory:
         """Drive one program to its end.  Its failure is the outcome of the record, not an exception."""
-        send, receive = anyio.create_memory_object_stream[Grant](8)
-        drive = Drive(spec, self._around, lambda: _newest(receive))
-        with send, receive, anyio.CancelScope() as scope:
+        mail = _Mail()
+        drive = Drive(spec, self._around, mail.take)
+        with anyio.CancelScope() as scope:
             try:
-                self._seats[spec.id] = _Seat(send, scope)
+                self._seats[spec.id] = _Seat(mail, scope)
                 self._feed(_submitted(spec, self._lease_s(spec)))
                 return await _finish(drive)
             finally:
@@ -125,21 +152,29 @@ class Dispatcher:
 
         EngineError when it does not answer, or serves an older version than the deployed one.
         """
-        return await self._fleet.join(engine_id, deployed=self.scheduler.gate.deployed)
+        facts = await self._fleet.join(engine_id, deployed=self.scheduler.gate.deployed)
+        self._prompts.joined(engine_id, facts)
+        return facts
 
     async def keep_informed(self) -> None:
         """Tell the scheduler now and then what the engines say of themselves."""
         await self._fleet.keep_polling()
 
     async def keep_time(self) -> None:
-        """Tell the scheduler of time passing when it asked to be told."""
+        """Tell the scheduler of time passing when it asked to be told.
+
+        An event that leaves it less to wait for wakes this only when the time comes to look again.
+        """
         while True:
-            wake_s = self.scheduler.wake_at_s()
-            with anyio.move_on_at(wake_s if wake_s is not None else float("inf")):
-                await self._wake.wait()
-                self._wake = anyio.Event()
-                continue
-            self._feed(Tick())
+            self._sooner, self._sleeps_until_s = anyio.Event(), self._wake_at_s()
+            with anyio.move_on_at(self._sleeps_until_s):
+                await self._sooner.wait()
+            if self._wake_at_s() <= self._now_s():
+                self._feed(Tick())
+
+    def _wake_at_s(self) -> float:
+        wake_s = self.scheduler.wake_at_s()
+        return math.inf if wake_s is None else wake_s
 
     def _lease_s(self, spec: ProgramSpec) -> float:
         # Every part of a program has a deadline of its own; the lease ends after all of them.
@@ -147,14 +182,15 @@ class Dispatcher:
         return spec.limits.wall_s + t.prepare_s + t.reward_s + t.call_margin_s + t.release_s
 
     def _feed(self, event: Event) -> None:
-        for action in self.scheduler.apply(event, anyio.current_time()):
+        for action in self.scheduler.apply(event, self._now_s()):
             self._start(action)
-        self._wake.set()
+        if self._wake_at_s() < self._sleeps_until_s:
+            self._sooner.set()
 
     def _start(self, action: Action) -> None:
         match action:
             case Prepare() | Decode() | Refuse() | TurnAway():
-                self._seats[action.program_id].grants.send_nowait(action)
+                self._seats[action.program_id].mail.put(action)
             case Evict(program_id, engine_id):
                 self._running.start_soon(self._fleet.release, engine_id, program_id)
             case Expire(program_id):
@@ -197,14 +233,6 @@ async def open_dispatcher(
         running.start_soon(dispatcher.keep_informed)
         yield dispatcher
         running.cancel_scope.cancel()
-
-
-async def _newest(grants: MemoryObjectReceiveStream[Grant]) -> Grant:
-    """The scheduler's last word: what it said before the loss of an engine does not count any more."""
-    grant = await grants.receive()
-    while grants.statistics().current_buffer_used:
-        grant = grants.receive_nowait()
-    return grant
 
 
 def _submitted(spec: ProgramSpec, lease_s: float) -> Submitted:

@@ -8,7 +8,7 @@ Invariants:
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import anyio
 
@@ -23,8 +23,10 @@ from sostenuto.errors import (
 from sostenuto.records import Trajectory
 from sostenuto.runtime.engines.wire import FinishReason, GenerateReply, GenerateRequest, Sampling
 from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
+from sostenuto.runtime.prompts import Prompts
 from sostenuto.runtime.rendering.conversation import Conversation
 from sostenuto.runtime.rendering.renderer import Renderer, Turn
+from sostenuto.runtime.spending import Spending
 from sostenuto.runtime.tool_pace import ToolPace
 from sostenuto.scheduler.actions import (
     Answered,
@@ -50,7 +52,6 @@ from sostenuto.types import (
     ToolCall,
     ToolResult,
     ToolStatus,
-    Usage,
 )
 
 Grant = Prepare | Decode | Refuse | TurnAway
@@ -71,8 +72,10 @@ class Surroundings:
     release: Callable[[EngineId, ProgramId], Awaitable[None]]
     context_tokens: Callable[[], int]
     report: Callable[[Event], None]
+    now_s: Callable[[], float]
     timeouts: Timeouts
     pace: ToolPace
+    prompts: Prompts
 
 
 class Drive:
@@ -87,9 +90,17 @@ class Drive:
         self._conversation = Conversation(around.renderer)
         self._tools: dict[str, ToolSchema] = {}
         self._results: list[ToolResult] = []
+        self._prompt_tokens = 0
         self._turns = 0
         self._calls = 0
-        self._usage = Usage()
+        self._spent = Spending()
+        sampling = Sampling(
+            temperature=spec.temperature, seed=spec.seed, stop_token_ids=around.renderer.stop_token_ids
+        )
+        self._blank_request = GenerateRequest(
+            request_id=spec.id, program_id=spec.id, token_ids=[], max_new_tokens=1, sampling=sampling
+        )
+        """Checked once; those that are sent differ in what `_request` writes."""
         self._engine_ids: set[EngineId] = set()
         """Where KV of it may be."""
         self._needs_release = False
@@ -97,6 +108,7 @@ class Drive:
     async def run(self) -> Trajectory:
         """Drive the program to its reward; ProgramError when it fails."""
         stop = await self._until_stopped()
+        self._around.prompts.remove(self.spec.id)
         self._around.report(Answered(self.spec.id))
         reward = await self._score(stop)
         return self.record(stop, reward.value, reward.metrics)
@@ -113,7 +125,7 @@ class Drive:
             sequences=self._conversation.seen_sequences(),
             reward=reward,
             stop_reason=stop,
-            usage=self._usage,
+            usage=self._spent.usage(),
             metrics={
                 "turns": float(self._turns),
                 "tool_calls": float(self._calls),
@@ -124,6 +136,7 @@ class Drive:
 
     async def close(self) -> None:
         """Give back environment and KV.  Shielded, bounded, idempotent."""
+        self._around.prompts.remove(self.spec.id)
         with anyio.move_on_after(self._around.timeouts.release_s, shield=True):
             async with anyio.create_task_group() as group:
                 if self._needs_release:
@@ -147,7 +160,7 @@ class Drive:
                 f"too many programs wait for an environment; submit it again in {grant.retry_after_s:.0f} s, "
                 "or raise scheduler.queue_limit"
             )
-        began_s = anyio.current_time()
+        began_s = self._around.now_s()
         self._needs_release = True
         ready = await self._around.tools.prepare(
             self.spec.id,
@@ -157,11 +170,13 @@ class Drive:
             timeout_s=self._around.timeouts.prepare_s,
         )
         self._tools = {tool.name: tool for tool in ready.tools}
-        self._conversation.begin(ready.messages, ready.tools, at_s=anyio.current_time())
-        self._spend(environment_s=anyio.current_time() - began_s)
+        self._conversation.begin(ready.messages, ready.tools, at_s=self._around.now_s())
+        self._spent.environment_s += self._around.now_s() - began_s
         room = self._room()
         if room <= 0:
             raise self._prompt_too_long(f"{self._most_tokens()} tokens are allowed in all")
+        self._prompt_tokens = len(self._conversation.token_ids)
+        self._add_prompt()
         self._around.report(Prepared(self.spec.id, self._footprint(), room))
 
     async def _turn(self) -> StopReason | None:
@@ -194,27 +209,25 @@ class Drive:
         return None
 
     async def _decode(self, grant: Decode) -> tuple[GenerateReply, Turn] | None:
-        began_s = anyio.current_time()
+        began_s = self._around.now_s()
         self._engine_ids.add(grant.engine_id)
-        request = GenerateRequest(
-            request_id=f"{self.spec.id}/{grant.turn}",
-            program_id=self.spec.id,
-            token_ids=self._conversation.token_ids,
-            max_new_tokens=self._room(),
-            sampling=Sampling(
-                temperature=self.spec.temperature,
-                seed=self.spec.seed,
-                stop_token_ids=self._around.renderer.stop_token_ids,
-            ),
-        )
+        request = self._request(grant)
         self._conversation.sent()
         reply = await self._around.generate(grant.engine_id, request)
         if reply is None:
             return None
         if not reply.token_ids:
             raise PolicyError(f"turn {grant.turn} came back empty ({reply.finish_reason})")
-        self._account(reply, prompt_tokens=len(request.token_ids))
-        return reply, self._conversation.sampled(reply, started_s=began_s, ended_s=anyio.current_time())
+        self._spent.decoded(reply, prompt_tokens=len(request.token_ids))
+        return reply, self._conversation.sampled(reply, started_s=began_s, ended_s=self._around.now_s())
+
+    def _request(self, grant: Decode) -> GenerateRequest:
+        changes = {
+            "request_id": f"{self.spec.id}/{grant.turn}",
+            "token_ids": self._conversation.token_ids.copy(),
+            "max_new_tokens": self._room(),
+        }
+        return self._blank_request.model_copy(update=changes)
 
     def _over(self, reply: GenerateReply, turn: Turn) -> StopReason | None:
         """Whether the turn was the last one."""
@@ -244,22 +257,31 @@ class Drive:
     async def _act(self, turn: Turn) -> bool:
         """Run the turn's calls together and put the results into the context, in call order."""
         if turn.problem is not None:
-            self._conversation.observe((Message("tool", turn.problem),), at_s=anyio.current_time())
+            self._observe((Message("tool", turn.problem),), self._around.now_s())
             return False
         calls = turn.message.tool_calls
-        began_s = anyio.current_time()
+        began_s = self._around.now_s()
         results = await self._call_all(calls)
+        ended_s = self._around.now_s()
         self._calls += len(calls)
-        self._spend(tool_s=anyio.current_time() - began_s)
+        self._spent.tool_s += ended_s - began_s
         self._results += results
         observations = tuple(
             Message("tool", result.content, name=call.name)
             for call, result in zip(calls, results, strict=True)
         )
-        self._conversation.observe(observations, at_s=anyio.current_time())
+        self._observe(observations, ended_s)
         return any(result.done for result in results)
 
+    def _observe(self, new: tuple[Message, ...], now_s: float) -> None:
+        branches = self._conversation.branches
+        self._conversation.observe(new, at_s=now_s)
+        if self._conversation.branches > branches:
+            self._add_prompt()
+
     async def _call_all(self, calls: tuple[ToolCall, ...]) -> list[ToolResult]:
+        if len(calls) == 1:
+            return [await self._call(0, calls[0])]
         results: list[ToolResult | None] = [None] * len(calls)
 
         async def call(index: int) -> None:
@@ -274,7 +296,7 @@ class Drive:
     async def _call(self, index: int, call: ToolCall) -> ToolResult:
         tool = self._tools.get(call.name)
         deadline_s = tool.timeout_s if tool else 0.0
-        began_s = anyio.current_time()
+        began_s = self._around.now_s()
         result = await self._around.tools.call(
             self.spec.id,
             CallId(f"{self._turns}.{index}"),
@@ -282,7 +304,7 @@ class Drive:
             timeout_s=deadline_s + self._around.timeouts.call_margin_s,
         )
         if tool is not None:
-            self._around.pace.took(tool.name, anyio.current_time() - began_s)
+            self._around.pace.took(tool.name, self._around.now_s() - began_s)
         match result.status:
             case ToolStatus.ENVIRONMENT_FAILURE:
                 raise EnvironmentFailure(f"tool {call.name}: {result.content}")
@@ -292,7 +314,7 @@ class Drive:
                 return result
 
     async def _score(self, stop: StopReason) -> Reward:
-        began_s = anyio.current_time()
+        began_s = self._around.now_s()
         episode = Episode(
             messages=self._conversation.messages,
             stop_reason=stop,
@@ -304,7 +326,7 @@ class Drive:
         reward = await self._around.tools.reward(
             self.spec.id, _REWARD, episode, timeout_s=self._around.timeouts.reward_s
         )
-        self._spend(environment_s=anyio.current_time() - began_s)
+        self._spent.environment_s += self._around.now_s() - began_s
         return reward
 
     async def _release_kv(self) -> None:
@@ -322,13 +344,20 @@ class Drive:
         self._needs_release = False
 
     async def _granted(self) -> Grant:
-        began_s = anyio.current_time()
+        began_s = self._around.now_s()
         grant = await self._grant()
-        self._spend(queue_s=anyio.current_time() - began_s)
+        self._spent.queue_s += self._around.now_s() - began_s
         return grant
 
+    def _add_prompt(self) -> None:
+        """A context begins; no more of it than the first prompt had can be another's, too."""
+        self._around.prompts.add(self.spec.id, self._conversation.token_ids[: self._prompt_tokens])
+
     def _footprint(self) -> Footprint:
-        return Footprint(len(self._conversation.token_ids))
+        is_first = not self._turns and self.spec.group_size > 1
+        return self._around.prompts.footprint(
+            self.spec.id, len(self._conversation.token_ids), expects_more=is_first
+        )
 
     def _room(self) -> int:
         """Tokens that the next turn may sample."""
@@ -352,21 +381,6 @@ class Drive:
         if length >= self._around.context_tokens():
             return StopReason.CONTEXT_FULL
         return StopReason.TURN_TOKENS
-
-    def _account(self, reply: GenerateReply, *, prompt_tokens: int) -> None:
-        self._usage += Usage(
-            decode_s=reply.decode_s,
-            prefill_s=reply.prefill_s,
-            queue_s=reply.queue_s,
-            pause_s=reply.pause_s,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=reply.cached_tokens,
-            prefilled_tokens=reply.prefilled_tokens,
-            generated_tokens=len(reply.token_ids),
-        )
-
-    def _spend(self, **seconds: float) -> None:
-        self._usage += replace(Usage(), **seconds)
 
 
 def _cost(reply: GenerateReply) -> TurnCost:

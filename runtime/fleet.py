@@ -131,15 +131,15 @@ class Fleet:
         """Tell the scheduler now and then what the engines say of themselves."""
         while True:
             await anyio.sleep(_POLL_S)
-            async with anyio.create_task_group() as group:
-                for life in list(self._lives.values()):
-                    group.start_soon(self._poll, life)
+            with anyio.move_on_after(self._answer_s):
+                async with anyio.create_task_group() as group:
+                    for life in list(self._lives.values()):
+                        group.start_soon(self._poll, life)
 
     async def _poll(self, life: _Life) -> None:
         try:
-            with anyio.fail_after(self._answer_s):
-                load = await life.engine.load()
-        except (EngineError, TimeoutError):
+            load = await life.engine.load()
+        except EngineError:
             # The next call that needs the engine finds out what it is about.
             return
         if self._is_current(life):

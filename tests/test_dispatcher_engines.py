@@ -279,9 +279,9 @@ async def cancel_at(step: int) -> int:
             for name in "abcd":
                 group.start_soon(run, name)
             for turn in range(step):
-                if turn == 12:
+                if turn == 5:
                     engines[E0].dies()
-                if turn == 20:
+                if turn == 9:
                     engines[E0].starts_again()
                     await dispatcher.join(E0)
                 await anyio.lowlevel.checkpoint()
@@ -295,4 +295,4 @@ async def test_cancelled_at_any_await_while_an_engine_dies_a_program_leaves_noth
     step = 0
     while await cancel_at(step) < 4:
         step += 1
-    assert step > 20
+    assert step > 10
