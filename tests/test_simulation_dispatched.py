@@ -19,7 +19,7 @@ from sostenuto.runtime.simulation.profile import FleetProfile, OnRelease
 from sostenuto.runtime.simulation.results import RunResult
 from sostenuto.runtime.simulation.workloads import generate
 from sostenuto.runtime.simulation.world import Stalled, simulate
-from sostenuto.scheduler.actions import Action
+from sostenuto.scheduler.actions import Action, Event
 from sostenuto.scheduler.baselines.request_level import RequestSticky
 from sostenuto.scheduler.frame import Frame, SchedulerSettings
 from sostenuto.scheduler.kv import Segment
@@ -35,6 +35,18 @@ class Forgetful(RequestSticky):
 
     def _decide(self, now_s: float) -> list[Action]:
         return []
+
+
+class Reserving(Scheduler):
+    """Keeps count of how much was reserved at most."""
+
+    most_tokens = 0
+
+    def apply(self, event: Event, now_s: float) -> list[Action]:
+        actions = super().apply(event, now_s)
+        reserved = sum(tokens for tokens, _ in self.snapshot().engines.values())
+        self.most_tokens = max(self.most_tokens, reserved)
+        return actions
 
 
 def alone(one: Plan) -> Plan:
@@ -120,6 +132,17 @@ def test_a_common_prefix_is_computed_once():
     plans = [plan("a", shared=shared, prompt=108), plan("b", shared=shared, prompt=108, prepare_s=9.0)]
     result = run(RequestSticky(SETTINGS), *plans)
     assert sum(one.prefilled_tokens for one in result.programs) == 160 + 2 * (108 + 50)
+
+
+@pytest.mark.parametrize("grain", [1, 64])
+@pytest.mark.parametrize("shared", [100, 1_630])
+def test_a_common_prefix_is_reserved_once_and_no_more_than_is_common(grain: int, shared: int):
+    policy = Reserving(SETTINGS)
+    segments = [Segment("system", shared)]
+    plans = [plan(f"p{n}", shared=segments, prompt=92, turns=[PlannedTurn(250)]) for n in range(8)]
+    simulate_dispatched(policy, closed(plans, 8), ONE, grain=grain)
+    # The first one was alone when it began, and holds its prompt for itself.
+    assert shared + 8 * (92 + 250) <= policy.most_tokens * grain < 2 * shared + 8 * (92 + 256 + 100)
 
 
 def test_an_open_workload_brings_programs_at_their_time():

@@ -129,7 +129,8 @@ class Script:
         tokens = grains = 0
         for segment in self.plan.shared:
             tokens += segment.tokens
-            runs.append((in_grains(tokens, self._stage.grain) - grains, _token_id(segment.key)))
+            # Only what fills a grain is in common: the rest of a segment is each program's own.
+            runs.append((tokens // self._stage.grain - grains, _token_id(segment.key)))
             grains += runs[-1][0]
         self._grains = max(1, in_grains(self._context, self._stage.grain))
         runs.append((self._grains - grains, self.own_id))
