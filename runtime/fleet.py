@@ -56,18 +56,12 @@ class Fleet:
         self._feed = feed
         self._answer_s = answer_s
         self._lives: dict[EngineId, _Life] = {}
-        self._context_tokens = 0
+        self.context_tokens = 0
+        """The longest context that every engine takes; while there is none, as it was."""
 
     def __repr__(self) -> str:
         shown = " ".join(f"{life.id}={len(life.calls)}" for life in self._lives.values())
         return f"<Fleet {shown or 'empty'}>"
-
-    @property
-    def context_tokens(self) -> int:
-        """The longest context that every engine takes; while there is none, as it was."""
-        lengths = [life.context_tokens for life in self._lives.values()]
-        self._context_tokens = min(lengths, default=self._context_tokens)
-        return self._context_tokens
 
     async def join(self, engine_id: EngineId, *, deployed: Version | None) -> Capabilities:
         """Take in an engine as it is; one that was known is taken to have started anew.
@@ -86,6 +80,7 @@ class Fleet:
             _end_calls(before)
         life = _Life(engine_id, engine, facts.context_tokens, facts.kv_tokens)
         self._lives[engine_id] = life
+        self._lives_changed()
         self._feed(
             EngineJoined(
                 engine_id=engine_id,
@@ -129,21 +124,25 @@ class Fleet:
 
     async def keep_polling(self) -> None:
         """Tell the scheduler now and then what the engines say of themselves."""
+        async with anyio.create_task_group() as group:
+            for engine_id in self._engines:
+                group.start_soon(self._keep_polling, engine_id)
+
+    async def _keep_polling(self, engine_id: EngineId) -> None:
         while True:
             await anyio.sleep(_POLL_S)
-            with anyio.move_on_after(self._answer_s):
-                async with anyio.create_task_group() as group:
-                    for life in list(self._lives.values()):
-                        group.start_soon(self._poll, life)
+            if (life := self._lives.get(engine_id)) is not None:
+                await self._poll(life)
 
     async def _poll(self, life: _Life) -> None:
         try:
-            load = await life.engine.load()
+            with anyio.move_on_after(self._answer_s):
+                load = await life.engine.load()
+                if self._is_current(life):
+                    self._feed(life.report(load))
         except EngineError:
             # The next call that needs the engine finds out what it is about.
             return
-        if self._is_current(life):
-            self._feed(life.report(load))
 
     async def _is_lost(self, life: _Life) -> bool:
         """Ask the engine, unless that is known already."""
@@ -159,8 +158,13 @@ class Fleet:
         if self._is_current(life):
             _log.warning("engine %s is lost: %s", life.id, error or "no answer")
             del self._lives[life.id]
+            self._lives_changed()
             _end_calls(life)
             self._feed(EngineLost(life.id))
+
+    def _lives_changed(self) -> None:
+        lengths = (life.context_tokens for life in self._lives.values())
+        self.context_tokens = min(lengths, default=self.context_tokens)
 
     def _is_current(self, life: _Life) -> bool:
         return self._lives.get(life.id) is life

@@ -132,40 +132,48 @@ class Trajectory:
 def validate(trajectory: Trajectory) -> None:
     """Raise RecordError for a record that breaks invariants 2 or 3."""
     for index, span in enumerate(trajectory.spans()):
-        where = f"{trajectory.program_id}: span {index} ({span.producer})"
-        _check_shapes(span, where)
-        _check_mask(span, where)
-        _check_versions(span, where)
+        try:
+            _check(span)
+        except RecordError as error:
+            where = f"{trajectory.program_id}: span {index} ({span.producer})"
+            raise RecordError(f"{where}: {error}") from None
 
 
-def _check_shapes(span: Span, where: str) -> None:
+def _check(span: Span) -> None:
+    _check_shapes(span)
+    is_trained = bool(span.mask.any())
+    if is_trained:
+        _check_trained(span)
+    if is_trained or span.versions:
+        _check_versions(span)
+
+
+def _check_shapes(span: Span) -> None:
     if not (len(span.token_ids) == len(span.logprobs) == len(span.mask)):
-        raise RecordError(f"{where}: token_ids, logprobs and mask differ in length")
+        raise RecordError("token_ids, logprobs and mask differ in length")
     if len(span) and int(span.token_ids.min()) < 0:
-        raise RecordError(f"{where}: a token id is negative")
+        raise RecordError("a token id is negative")
 
 
-def _check_mask(span: Span, where: str) -> None:
-    if not span.mask.any():
-        return
+def _check_trained(span: Span) -> None:
     if span.producer is not Producer.POLICY:
-        raise RecordError(f"{where}: trained tokens that the policy did not sample")
+        raise RecordError("trained tokens that the policy did not sample")
     trained = span.logprobs[span.mask]
     if not np.isfinite(trained).all():
-        raise RecordError(f"{where}: a trained token has no log-probability")
+        raise RecordError("a trained token has no log-probability")
     if (trained > 1e-5).any():
-        raise RecordError(f"{where}: a log-probability is above zero")
+        raise RecordError("a log-probability is above zero")
 
 
-def _check_versions(span: Span, where: str) -> None:
+def _check_versions(span: Span) -> None:
     covered = np.zeros(len(span), dtype=np.bool_)
     previous: VersionSpan | None = None
     for version in span.versions:
         if not 0 <= version.start < version.end <= len(span):
-            raise RecordError(f"{where}: version {version.version} covers no tokens of the span")
+            raise RecordError(f"version {version.version} covers no tokens of the span")
         if previous and (version.start < previous.end or version.version < previous.version):
-            raise RecordError(f"{where}: versions overlap or go back")
+            raise RecordError("versions overlap or go back")
         covered[version.start : version.end] = True
         previous = version
     if (span.mask & ~covered).any():
-        raise RecordError(f"{where}: a trained token has no version")
+        raise RecordError("a trained token has no version")
