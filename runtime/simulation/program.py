@@ -200,6 +200,7 @@ class SimulatedProgram:
         self.private_tokens += turn.output_tokens
         self._generated = 0
         if turn.tool is None:
+            self._release_kv()
             scene.feed(Answered(self.plan.id))
             self._close("")
             return
@@ -230,10 +231,14 @@ class SimulatedProgram:
         self._enter(Phase.DONE)
         result.finished_s = scene.clock.now_s()
         result.sandbox_s = scene.tools.release(self.plan.id)
-        if self._engine_id is not None:
-            scene.fleet.release(self._engine_id, self.plan.id)
+        if failed:
+            self._release_kv()
         scene.feed(Finished(self.plan.id))
         scene.is_over(self)
+
+    def _release_kv(self) -> None:
+        if self._engine_id is not None:
+            self._scene.fleet.release(self._engine_id, self.plan.id)
 
     def _record(self, served: Served) -> None:
         result = self.result
