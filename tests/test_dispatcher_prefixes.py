@@ -14,7 +14,8 @@ from sostenuto.runtime.engines.wire import Capabilities
 from sostenuto.runtime.rendering.renderer import Extension, Piece
 from sostenuto.scheduler.actions import Action, Event, Prepared, ToolReturned, TurnEnded
 from sostenuto.scheduler.kv import Footprint
-from sostenuto.scheduler.scheduler import Scheduler, SchedulerSettings
+from sostenuto.scheduler.scheduler import Scheduler
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.tools.wire import Reward, ToolSchema
 from sostenuto.types import CallId, EngineId, Episode, Limits, Message, ProgramId
 
@@ -126,6 +127,13 @@ async def test_what_comes_after_the_prompt_is_private():
     assert [segment.tokens for segment in first.shared] == [992]
     assert [one.private_tokens for one in (first, acted, returned)] == [8, 8 + TURN, 8 + TURN + RESULT]
     assert policy.reported["p0"] == policy.reported["p1"]
+
+
+async def test_the_last_block_of_a_prompt_is_computed_anew_and_private():
+    engine, tools = SharingEngine(kv_tokens=8_000), FakeTools(prompt="x" * 63 * 16)
+    async with dispatching(engine, tools=tools) as (dispatcher, policy):
+        await run_group(dispatcher, 2)
+    assert policy.reported["p1"][0].private_tokens == 16
 
 
 async def test_a_program_alone_holds_its_prompt_for_itself():
