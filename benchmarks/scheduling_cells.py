@@ -1,5 +1,6 @@
 """The places in which policies are compared, and their runs."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from sostenuto.runtime.bench.summary import Summary
 from sostenuto.runtime.bench.sweep import Outcome, run_cells
 from sostenuto.runtime.simulation.profile import FleetProfile
 from sostenuto.runtime.simulation.profiles import load_profile
+from sostenuto.runtime.simulation.results import RunResult
 from sostenuto.runtime.simulation.traces.files import write_trace
 from sostenuto.runtime.simulation.workloads import generate
 
@@ -58,6 +60,27 @@ class Load:
         return Source(trace=path, programs=self.programs, arrivals_per_hour=self.arrivals_per_hour)
 
 
+@dataclass(frozen=True, slots=True)
+class WhileFull:
+    """Of a closed run, without its beginning and its end."""
+
+    tasks_per_hour: float
+    """Until the last program has come."""
+    hidden_by_prefetch: float
+    """Share of preparation that nobody waited for, of programs that came when others were running."""
+
+
+def _while_full(run: RunResult) -> WhileFull:
+    last_s = max(program.submitted_s for program in run.programs)
+    over = sum(program.finished_s <= last_s for program in run.programs)
+    later = [program for program in run.programs if program.submitted_s > 0]
+    prepare_s = sum(program.prepare_s for program in later)
+    waited_s = sum(program.environment_wait_s for program in later)
+    return WhileFull(
+        over / last_s * 3600 if last_s else math.nan, 1 - waited_s / prepare_s if prepare_s else math.nan
+    )
+
+
 def fleet(engines: int = 2) -> FleetProfile:
     return FleetProfile(engines=engines, engine=load_profile("pod-h100x2-qwen3-30b"))
 
@@ -70,6 +93,7 @@ class Runs:
         self._orders = orders
         self._workers = workers
         self._summaries: dict[tuple[Load, Ratio, str], list[Summary]] = {}
+        self._whole: dict[tuple[Load, Ratio, str], list[WhileFull]] = {}
 
     def run(self, loads: Sequence[Load], ratios: Sequence[Ratio], policies: Sequence[str]) -> None:
         """What is there already is not run again."""
@@ -80,9 +104,13 @@ class Runs:
             if outcome.measured is None:
                 raise RuntimeError(f"{outcome.cell}: {outcome.failed}")
             self._summaries.setdefault(key, []).append(outcome.measured.summary)
+            self._whole.setdefault(key, []).append(_while_full(outcome.measured.run))
 
     def of(self, load: Load, ratio: Ratio, policy: str) -> list[Summary]:
         return self._summaries[load, ratio, policy]
+
+    def while_full(self, load: Load, ratio: Ratio, policy: str) -> "list[WhileFull]":
+        return self._whole[load, ratio, policy]
 
     def mean(self, load: Load, ratio: Ratio, policy: str, measure: str = "completion_mean_s") -> float:
         """Over the orders."""

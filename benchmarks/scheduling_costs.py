@@ -12,8 +12,8 @@ from sostenuto.runtime.simulation.profiles import load_profile
 from sostenuto.runtime.simulation.workloads import generate, working_set_tokens
 from sostenuto.runtime.simulation.world import simulate
 from sostenuto.scheduler.actions import Action, Event
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.scheduler import Scheduler
+from sostenuto.scheduler.settings import SchedulerSettings
 
 
 class _Timed(Scheduler):

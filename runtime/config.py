@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sostenuto.errors import ConfigError, nearest
-from sostenuto.scheduler.scheduler import SchedulerSettings
+from sostenuto.scheduler.settings import SchedulerSettings
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -43,8 +43,9 @@ from sostenuto.scheduler.actions import (
     Tick,
     TurnAway,
 )
-from sostenuto.scheduler.frame import Frame, SchedulerSettings
+from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.scheduler import Scheduler
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, Outcome, OutcomeKind, ProgramId, StopReason, Version
 

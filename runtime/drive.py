@@ -203,9 +203,10 @@ class Drive:
         done = await self._act(turn)
         if done:
             return StopReason.ENVIRONMENT_DONE
-        if self._room() <= 0:
+        room = self._room()
+        if room <= 0:
             return self._which_limit()
-        self._around.report(ToolReturned(self.spec.id, grant.turn, self._footprint(), self._room()))
+        self._around.report(ToolReturned(self.spec.id, grant.turn, self._footprint(), room))
         return None
 
     async def _decode(self, grant: Decode) -> tuple[GenerateReply, Turn] | None:

@@ -113,6 +113,9 @@ class EngineJoined:
     block_tokens: int = 1
     prefill_tokens_s: float | None = None
     """None: not known yet; learned from the cost of turns."""
+    gives_up_parts: bool = False
+    """Its cache overwrites a program's KV block by block from the end, least recently used first, when room
+    is needed: what is not needed stays, and nobody has to tell it."""
     host_tokens: int = 0
     """Of its lower tier; 0: it has none."""
     host_tokens_s: float = 0.0

@@ -19,7 +19,7 @@ from sostenuto.scheduler.actions import (
     UpdateCommitted,
 )
 from sostenuto.scheduler.fleet import EngineSeat
-from sostenuto.scheduler.frame import Frame, SchedulerSettings
+from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.kv import KvLedger
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.order import KeyQueue, Order
@@ -29,6 +29,7 @@ from sostenuto.scheduler.program import NEVER, Program
 from sostenuto.scheduler.rates import EngineRates
 from sostenuto.scheduler.sandboxes import SandboxLedger
 from sostenuto.scheduler.seat import Seat
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.scheduler.tool_times import ToolTimes
 from sostenuto.scheduler.window import Window
 from sostenuto.types import EngineId, Version
@@ -75,6 +76,7 @@ class Books(Frame):
             plain.concurrency,
             rates=EngineRates(event.prefill_tokens_s, event.concurrency),
             acting=acting,
+            gives_up_parts=event.gives_up_parts and not event.host_tokens,
             window=Window() if event.kv_tokens is None else None,
             host=KvLedger(event.host_tokens) if event.host_tokens else None,
             host_tokens_s=event.host_tokens_s,

@@ -6,10 +6,9 @@ compared differ in their hooks alone.
 
 import heapq
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-from pydantic import BaseModel, ConfigDict, Field
 
 from sostenuto.scheduler.actions import (
     Action,
@@ -41,27 +40,12 @@ from sostenuto.scheduler.fleet import AgeQueue, EngineSeat
 from sostenuto.scheduler.gate import Gate
 from sostenuto.scheduler.lifecycle import Move, Phase, after
 from sostenuto.scheduler.program import NEVER, Program, Reason, Snapshot
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, ProgramId
 
 E = TypeVar("E", bound=ProgramEvent)
 T = TypeVar("T", TurnEnded, ToolReturned)
 _Handler = Callable[[Any, float], list[Action]]
-
-
-class SchedulerSettings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    live_programs: int = Field(default=256, gt=0)
-    """Programs with an environment at one time, prepared or being prepared."""
-
-    prepare_ahead: int | None = Field(default=None, gt=0)
-    """Environments that may be prepared before there is KV for them; None: as many as measurements say."""
-
-    patience_s: float = Field(default=300.0, gt=0)
-    """How long others may pass a program before an engine is kept clear for it."""
-
-    queue_limit: int | None = Field(default=None, gt=0)
-    """Programs that may wait for an environment; more are turned away.  None: no limit."""
 
 
 class Frame(ABC):
@@ -86,7 +70,7 @@ class Frame(ABC):
             ToolReturned: self._of_turn(self._on_tool_returned),
             Answered: self._of_program(self._on_answered),
             Finished: self._of_program(self._on_finished),
-            Heard: self._of_program(lambda *_: None),
+            Heard: self._of_program(_only_renew),
             SandboxMoved: self._of_program(self._on_sandbox_moved),
             EngineJoined: self._on_engine_joined,
             EngineLoaded: self._on_engine_loaded,
@@ -99,10 +83,8 @@ class Frame(ABC):
         }
 
     def __repr__(self) -> str:
-        counts = dict.fromkeys(Phase, 0)
-        for program in self._programs.values():
-            counts[program.phase] += 1
-        shown = " ".join(f"{phase}={n}" for phase, n in counts.items() if n)
+        counts = Counter(program.phase for program in self._programs.values())
+        shown = " ".join(f"{phase}={n}" for phase, n in sorted(counts.items()))
         return f"<{type(self).__name__} {shown or 'empty'} engines={len(self._engines)}>"
 
     def apply(self, event: Event, now_s: float) -> list[Action]:
@@ -183,12 +165,10 @@ class Frame(ABC):
         del program, now_s
 
     def _on_engine_loaded(self, event: EngineLoaded, now_s: float) -> list[Action]:
-        del event, now_s
-        return []
+        return self._on_tick(event, now_s)
 
     def _on_tool_server(self, event: ToolServerJoined, now_s: float) -> list[Action]:
-        del event, now_s
-        return []
+        return self._on_tick(event, now_s)
 
     def _on_sandbox_moved(self, program: Program, event: SandboxMoved, now_s: float) -> None:
         del program, event, now_s
@@ -229,7 +209,8 @@ class Frame(ABC):
 
         return current
 
-    def _on_tick(self, event: Tick, now_s: float) -> list[Action]:
+    def _on_tick(self, event: Event, now_s: float) -> list[Action]:
+        """Nothing has changed but the time."""
         del event, now_s
         return []
 
@@ -394,6 +375,11 @@ class Frame(ABC):
         if program.engine is not None:
             program.engine.decoding.discard(program.id)
             program.engine = None
+
+
+def _only_renew(program: Program, event: Heard, now_s: float) -> None:
+    """The lease was renewed by hearing of it."""
+    del program, event, now_s
 
 
 def _is_overtaken(program: Program, event: ProgramEvent) -> bool:

@@ -12,8 +12,9 @@ from sostenuto.scheduler.baselines.infercept import InferCept
 from sostenuto.scheduler.baselines.request_level import RequestHash, RequestRoundRobin, RequestSticky
 from sostenuto.scheduler.baselines.thunderagent import ThunderAgent
 from sostenuto.scheduler.baselines.thunderagent_paper import ThunderAgentPaper
-from sostenuto.scheduler.frame import Frame, SchedulerSettings
+from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.scheduler import Scheduler
+from sostenuto.scheduler.settings import SchedulerSettings
 
 POLICIES = MappingProxyType(
     {

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from sostenuto.scheduler.actions import NO_CLAIM, SandboxClaim, Submitted
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.types import EngineId, GroupId, ProgramId, Version
-
-if TYPE_CHECKING:
-    from sostenuto.scheduler.seat import Seat
 
 _NOTHING = Footprint(0)
 NEVER = float("inf")
@@ -30,6 +27,16 @@ class Reason(StrEnum):
     TOOL = "tool"
     ORDER = "order"
     """There is room, and it is another's turn first."""
+
+
+class Home(Protocol):
+    """The engine that a program has something on."""
+
+    id: EngineId
+
+    def unclaim(self) -> None: ...
+
+    def take_from_host(self, program_id: ProgramId) -> None: ...
 
 
 @dataclass(slots=True)
@@ -52,9 +59,9 @@ class Program:
     """When its phase began."""
     is_unstarted: bool = False
     """Its environment is ready, and it waits for its first turn."""
-    claims: "Seat | None" = None
+    claims: "Home | None" = None
     """The engine that is kept clear for it."""
-    offloaded_to: "Seat | None" = None
+    offloaded_to: "Home | None" = None
     """Whose lower tier has its KV."""
     acting_since_s: float = 0.0
     """When its last tool call began."""

@@ -18,13 +18,10 @@ from sostenuto.scheduler.actions import (
     SandboxRung,
 )
 from sostenuto.scheduler.books import Books
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.lifecycle import Move
 from sostenuto.scheduler.order import FIRST, Key
 from sostenuto.scheduler.program import NEVER, Program, Reason
-from sostenuto.scheduler.seat import Seat
-
-__all__ = ["Scheduler", "SchedulerSettings"]
+from sostenuto.scheduler.seat import Seat, Taken
 
 _SWEEP_S = 1.0
 """While somebody waits, engines that had no room are looked at again: rates of return fall with time."""
@@ -263,7 +260,7 @@ class Scheduler(Books):
 
     def _victims(
         self, program: Program, needed: int, seat: Seat, key: Key, now_s: float
-    ) -> list[Program] | None:
+    ) -> list[Taken] | None:
         """Who gives up KV so that `needed` tokens are free; None when that does not pay."""
         if not needed:
             return []
@@ -273,9 +270,7 @@ class Scheduler(Books):
             victims = seat.clear(program, needed, now_s, key)
         return victims
 
-    def _begin(
-        self, program: Program, seat: Seat, victims: list[Program], now_s: float
-    ) -> list[Action] | None:
+    def _begin(self, program: Program, seat: Seat, victims: list[Taken], now_s: float) -> list[Action] | None:
         """Decode its next turn there; None, and nothing changes, while there is no room for its sandbox."""
         is_due = now_s - program.runnable_since_s >= self._settings.patience_s
         sandbox = self._wake_sandbox(program, is_due=is_due)
@@ -299,11 +294,13 @@ class Scheduler(Books):
         actions.append(self._start(program, seat, now_s))
         return actions
 
-    def _evict(self, victims: list[Program], seat: Seat, now_s: float) -> list[Action]:
+    def _evict(self, victims: list[Taken], seat: Seat, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        for victim in victims:
+        for victim, tokens in victims:
+            if tokens < victim.held_tokens:
+                seat.trim(victim, tokens)
+                continue
             victim.fatigue += 1
-            tokens = victim.held_tokens
             self._give_up_kv(victim, Move.EVICT, now_s)
             actions += self._one_rung_down(victim, tokens, seat)
         return actions

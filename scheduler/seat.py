@@ -12,6 +12,9 @@ from sostenuto.scheduler.rates import EngineRates
 from sostenuto.scheduler.window import Window
 from sostenuto.types import ProgramId
 
+Taken = tuple[Program, int]
+"""(program, how many of its tokens it gives up)."""
+
 _SMOOTHING = 0.05
 _CROWDED = 0.25
 _LOOKED_AT = 64
@@ -35,6 +38,8 @@ class Seat(EngineSeat):
     """What a program that holds KV lacks for its next turn, on average."""
     host: KvLedger | None = None
     """The lower tier; None: there is none."""
+    gives_up_parts: bool = False
+    """Whether a program can give up the end of its KV and keep the rest."""
     window: Window | None = None
     """The budget that was found, where the engine does not say how large its pool is."""
     offloaded: dict[ProgramId, Program] = field(default_factory=dict[ProgramId, Program])
@@ -153,31 +158,52 @@ class Seat(EngineSeat):
             return self.host_tokens_s * self.rates.pace / at_stake
         return self.rates.prefill_tokens_s * self.rates.pace / (at_stake * (1 + len(self.decoding)))
 
-    def cover(self, needed: int, now_s: float) -> list[Program] | None:
-        """Acting programs whose KV, given up, frees `needed` tokens at the least cost; None: it does not pay.
+    def cover(self, needed: int, now_s: float) -> list[Taken] | None:
+        """What acting programs give up to free `needed` tokens at the least cost; None: it does not pay.
 
         Those that are least likely to return go first.
         """
         if self.acting_tokens < needed or needed >= self.too_much_tokens:
             return None
-        victims = cheapest(self._first_paying(needed, now_s), needed)
-        if victims is None:
+        if self.gives_up_parts:
+            taken = self._ends(needed, now_s)
+        else:
+            taken = whole(cheapest(self._first_paying(needed, now_s), needed))
+        if taken is None:
             self.too_much_tokens = needed
-            return None
-        return [program for _, program in victims]
+        return taken
 
-    def clear(self, program: Program, needed: int, now_s: float, before: Key) -> list[Program] | None:
+    def trim(self, program: Program, tokens: int) -> None:
+        """It acts on without the last `tokens` of its KV."""
+        program.held_tokens -= tokens
+        self.acting_tokens -= tokens
+        self.kv.reserve(program.id, Footprint(program.held_tokens, program.footprint.shared))
+
+    def _ends(self, needed: int, now_s: float) -> list[Taken] | None:
+        """No more of each than is lacking: what an engine does that overwrites from the end."""
+        highest = self.break_even_rate(0, needed)
+        taken: list[Taken] = []
+        lacking = -(-needed // self.kv.block_tokens) * self.kv.block_tokens
+        for rate, program in self.acting.by_rate(now_s):
+            if rate >= highest:
+                break
+            if rate * (1 + program.fatigue) < highest:
+                tokens = min(program.held_tokens, lacking)
+                taken.append((program, tokens))
+                lacking -= tokens
+            if lacking <= 0:
+                return taken
+        return None
+
+    def clear(self, program: Program, needed: int, now_s: float, before: Key) -> list[Taken] | None:
         """The same for `program` whatever it costs, at last also from ready ones that come after `before`."""
         candidates = list(self._all(now_s, before))
         victims = cheapest(candidates, needed)
-        if victims is not None:
-            return [victim for _, victim in victims]
-        if self.decoding:
-            return None
+        if victims is not None or self.decoding:
+            return whole(victims)
         # What they share, and what is left of their last blocks, is freed only with all of them.
-        everybody = [victim for _, victim in candidates]
-        without = {program.id, *(victim.id for victim in everybody)}
-        return everybody if self.kv.fits_without(without, program.wanted) else None
+        without = {program.id, *(victim.id for _, victim in candidates)}
+        return whole(candidates) if self.kv.fits_without(without, program.wanted) else None
 
     def _first_paying(self, needed: int, now_s: float) -> list[Candidate]:
         """The first few, or as many as are needed."""
@@ -208,6 +234,10 @@ class Seat(EngineSeat):
                 break
             if program is not self.claimed_by:
                 yield _CERTAIN, program
+
+
+def whole(victims: list[Candidate] | None) -> list[Taken] | None:
+    return None if victims is None else [(program, program.held_tokens) for _, program in victims]
 
 
 def cheapest(candidates: Sequence[Candidate], needed: int) -> list[Candidate] | None:

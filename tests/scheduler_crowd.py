@@ -20,10 +20,11 @@ from sostenuto.scheduler.actions import (
     TurnCost,
     TurnEnded,
 )
-from sostenuto.scheduler.frame import Frame, SchedulerSettings
+from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.kv import Footprint, Segment
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.scheduler import Scheduler
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, ProgramId, Version
 
 _COST = TurnCost(100, 0.1, 10, 0.2)

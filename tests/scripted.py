@@ -45,7 +45,7 @@ from sostenuto.runtime.rendering.renderer import Renderer
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.runtime.run_directory import RunDirectory, hold
 from sostenuto.runtime.tool_process import launch_tool_server
-from sostenuto.scheduler.scheduler import SchedulerSettings
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.tools.client import ToolServerClient
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, GroupId, Limits, Message, ProgramId, Purpose, ToolCall

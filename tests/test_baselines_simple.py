@@ -13,10 +13,11 @@ from sostenuto.scheduler.actions import (
 )
 from sostenuto.scheduler.baselines.fixed_cap import FixedCap
 from sostenuto.scheduler.baselines.request_level import RequestHash, RequestRoundRobin, RequestSticky
-from sostenuto.scheduler.frame import Frame, SchedulerSettings
+from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.policies import POLICIES, make_policy
 from sostenuto.scheduler.program import Reason
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, ProgramId, Version
 
 

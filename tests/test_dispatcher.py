@@ -12,7 +12,7 @@ from sostenuto.records import Producer, Trajectory
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.publishing import UpdatePolicy
-from sostenuto.scheduler.scheduler import SchedulerSettings
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, Limits, OutcomeKind, StopReason, ToolStatus, Version
 

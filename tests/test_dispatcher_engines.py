@@ -17,12 +17,14 @@ from sostenuto.scheduler.actions import (
     EngineLost,
     Event,
     Submitted,
+    Tick,
     TurnCost,
     TurnEnded,
 )
 from sostenuto.scheduler.baselines.request_level import RequestSticky
 from sostenuto.scheduler.frame import Frame
-from sostenuto.scheduler.scheduler import Scheduler, SchedulerSettings
+from sostenuto.scheduler.scheduler import Scheduler
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, GroupId, Limits, StopReason, Version
 
 pytestmark = pytest.mark.looptime
@@ -40,6 +42,24 @@ class Watched(Scheduler):
 
     def apply(self, event: Event, now_s: float) -> list[Action]:
         self.events.append(event)
+        return super().apply(event, now_s)
+
+
+class Alarm(Scheduler):
+    """Asks for a Tick at each time of `due_s`, and keeps when it came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.due_s = [10.0]
+        self.ticks_s: list[float] = []
+
+    def wake_at_s(self) -> float | None:
+        return self.due_s[0] if self.due_s else None
+
+    def apply(self, event: Event, now_s: float) -> list[Action]:
+        if isinstance(event, Tick):
+            self.ticks_s.append(now_s)
+            self.due_s.pop(0)
         return super().apply(event, now_s)
 
 
@@ -296,3 +316,16 @@ async def test_cancelled_at_any_await_while_an_engine_dies_a_program_leaves_noth
     while await cancel_at(step) < 4:
         step += 1
     assert step > 10
+
+
+async def test_time_is_told_when_it_was_asked_for_also_when_that_changes_meanwhile():
+    policy = Alarm()
+    async with dispatching({E0: FakeEngine(SCRIPT)}, FakeTools(), policy) as dispatcher:
+        await anyio.sleep(1)
+        policy.due_s = [3.0, 20.0]
+        await dispatcher.join(E0)
+        await anyio.sleep(6)
+        policy.due_s = [30.0]
+        await dispatcher.join(E0)
+        await anyio.sleep(40)
+    assert policy.ticks_s == pytest.approx([3.0, 30.0], abs=0.01)

@@ -15,7 +15,7 @@ from sostenuto.runtime.ledger import Ledger
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.runtime.simulation.traces.files import read_trace
 from sostenuto.runtime.simulation.traces.recorder import TraceRecorder
-from sostenuto.scheduler.scheduler import SchedulerSettings
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, Purpose
 
 

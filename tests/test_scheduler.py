@@ -30,7 +30,8 @@ from sostenuto.scheduler.actions import (
 )
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.scheduler.lifecycle import Phase
-from sostenuto.scheduler.scheduler import Scheduler, SchedulerSettings
+from sostenuto.scheduler.scheduler import Scheduler
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, ProgramId, Version
 
 KV, SLOTS, TURN = 100, 3, 10

@@ -35,11 +35,11 @@ from sostenuto.scheduler.actions import (
     TurnEnded,
 )
 from sostenuto.scheduler.baselines.thunderagent import ThunderAgent
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.kv import Footprint, Segment
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.program import Reason
 from sostenuto.scheduler.scheduler import Scheduler
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, ProgramId
 
 E0 = EngineId("e0")

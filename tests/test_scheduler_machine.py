@@ -49,10 +49,10 @@ from sostenuto.scheduler.actions import (
     UpdateFailed,
     UpdateStaged,
 )
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.kv import Footprint, Segment
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.scheduler import Scheduler
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, GroupId, ProgramId, Version
 
 TURN = 10

@@ -20,7 +20,6 @@ from sostenuto.scheduler.actions import (
     UpdateFailed,
     UpdateStaged,
 )
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.kv import Footprint, Segment
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.order import Order
@@ -29,6 +28,7 @@ from sostenuto.scheduler.program import Program, Reason
 from sostenuto.scheduler.rates import EngineRates
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.seat import cheapest
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, GroupId, ProgramId, Version
 
 E0, E1 = EngineId("e0"), EngineId("e1")

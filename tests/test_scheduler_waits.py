@@ -11,11 +11,11 @@ from sostenuto.runtime.simulation.profile import FleetProfile
 from sostenuto.runtime.simulation.workloads import generate, working_set_tokens
 from sostenuto.runtime.simulation.world import simulate
 from sostenuto.scheduler.actions import Event, Tick
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.patience import Patience
 from sostenuto.scheduler.program import Program
 from sostenuto.scheduler.scheduler import Scheduler
+from sostenuto.scheduler.settings import SchedulerSettings
 from test_scheduler_machine import TURN, Engine, Shell
 
 TURN_S = 40.0

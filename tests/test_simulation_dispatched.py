@@ -21,10 +21,11 @@ from sostenuto.runtime.simulation.workloads import generate
 from sostenuto.runtime.simulation.world import Stalled, simulate
 from sostenuto.scheduler.actions import Action, Event
 from sostenuto.scheduler.baselines.request_level import RequestSticky
-from sostenuto.scheduler.frame import Frame, SchedulerSettings
+from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.kv import Segment
 from sostenuto.scheduler.policies import make_policy
 from sostenuto.scheduler.scheduler import Scheduler
+from sostenuto.scheduler.settings import SchedulerSettings
 
 ONE = FleetProfile(engine=small_profile())
 SETTINGS = SchedulerSettings(live_programs=64, prepare_ahead=64)

@@ -19,7 +19,7 @@ from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.journal import Journal
 from sostenuto.runtime.ledger import Ledger
 from sostenuto.runtime.rollouts import Rollouts
-from sostenuto.scheduler.scheduler import SchedulerSettings
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.tools.wire import Reward
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.trainer.settings import GRPO

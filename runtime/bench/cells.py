@@ -14,10 +14,11 @@ from sostenuto.runtime.simulation.profile import FleetProfile
 from sostenuto.runtime.simulation.program import turn_limit_tokens
 from sostenuto.runtime.simulation.workloads import working_set_tokens
 from sostenuto.runtime.simulation.world import simulate
-from sostenuto.scheduler.frame import Frame, SchedulerSettings
+from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.kv import Footprint, KvLedger
 from sostenuto.scheduler.policies import make_policy
 from sostenuto.scheduler.scheduler import Scheduler
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import ProgramId
 
 ENDLESS_TOKENS = 1 << 40

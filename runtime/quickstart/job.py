@@ -22,7 +22,7 @@ from sostenuto.runtime.quickstart.warm import WarmStarter
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.runtime import Runtime
-from sostenuto.scheduler.scheduler import SchedulerSettings
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.trainer.client import TrainerClient
 from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.types import Version

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sostenuto.runtime.simulation.clock import Clock
 from sostenuto.runtime.simulation.engine import Request, Served, SimulatedEngine
-from sostenuto.runtime.simulation.profile import EngineProfile
+from sostenuto.runtime.simulation.profile import EngineProfile, OnRelease
 from sostenuto.runtime.simulation.results import EngineResult
 from sostenuto.runtime.simulation.waits import Waits
 from sostenuto.scheduler.actions import EngineJoined, EngineLoaded
@@ -51,6 +51,7 @@ class Fleet:
             profile.kv_tokens,
             profile.concurrency,
             block_tokens=profile.block_tokens,
+            gives_up_parts=profile.on_release is not OnRelease.FREE,
             host_tokens=profile.host_tokens,
             host_tokens_s=profile.host_tokens_s,
         )

@@ -14,7 +14,7 @@ inside stay to their last turn.  An engine that does not say how full it is keep
 
 from sostenuto.scheduler.actions import Action, EngineLoaded
 from sostenuto.scheduler.baselines.window import AdmissionWindow
-from sostenuto.scheduler.frame import SchedulerSettings
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId
 
 LOW_SHARE = 0.2

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from sostenuto.scheduler.actions import Action, TurnEnded
 from sostenuto.scheduler.baselines.engine_queue import EngineQueue, Key
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.program import Program
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import ProgramId
 
 THRESHOLDS_TOKENS = (2048, 8192, 32768)

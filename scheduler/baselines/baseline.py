@@ -7,9 +7,10 @@ an engine itself would refuse it.
 
 from sostenuto.scheduler.actions import Action, Refuse
 from sostenuto.scheduler.fleet import EngineSeat
-from sostenuto.scheduler.frame import Frame, SchedulerSettings
+from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.program import Program
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, ProgramId
 
 _OVER = frozenset({Phase.SCORING, Phase.DONE})

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from sostenuto.scheduler.baselines.engine_queue import Key
 from sostenuto.scheduler.baselines.pins import PinnedQueue
 from sostenuto.scheduler.fleet import EngineSeat
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.program import Program
+from sostenuto.scheduler.settings import SchedulerSettings
 
 FEW_CALLS = 100
 TTL_OF_FEW_S = 2.0

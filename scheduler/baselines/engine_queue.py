@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from sostenuto.scheduler.actions import Action, EngineJoined, EngineLost
 from sostenuto.scheduler.baselines.baseline import Baseline, is_over
 from sostenuto.scheduler.fleet import EngineSeat
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.program import Program, Reason
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, ProgramId
 
 Key = tuple[float, float]

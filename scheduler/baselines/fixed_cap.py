@@ -6,7 +6,7 @@ A program that is refused keeps its place until its shell ends it.
 """
 
 from sostenuto.scheduler.baselines.window import AdmissionWindow
-from sostenuto.scheduler.frame import SchedulerSettings
+from sostenuto.scheduler.settings import SchedulerSettings
 
 
 class FixedCap(AdmissionWindow):

@@ -22,9 +22,9 @@ from sostenuto.scheduler.actions import EngineJoined, Offload
 from sostenuto.scheduler.baselines.engine_queue import Key
 from sostenuto.scheduler.baselines.pins import PinnedQueue
 from sostenuto.scheduler.fleet import EngineSeat
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.lifecycle import Move
 from sostenuto.scheduler.program import Program
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, ProgramId
 
 

@@ -18,9 +18,9 @@ from abc import abstractmethod
 from sostenuto.scheduler.actions import Action, EngineJoined, Evict, TurnEnded
 from sostenuto.scheduler.baselines.engine_queue import EngineQueue
 from sostenuto.scheduler.fleet import EngineSeat
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.lifecycle import Move, Phase
 from sostenuto.scheduler.program import Program
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, ProgramId
 
 

@@ -17,8 +17,8 @@ from hashlib import blake2b
 from sostenuto.scheduler.actions import Action
 from sostenuto.scheduler.baselines.baseline import Baseline
 from sostenuto.scheduler.fleet import EngineSeat
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.program import Program, Reason
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import ProgramId
 
 

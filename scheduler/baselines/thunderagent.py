@@ -25,7 +25,7 @@ import heapq
 
 from sostenuto.scheduler.actions import Action
 from sostenuto.scheduler.baselines.thunderagent_accounts import Account, Node, ThunderAgentFrame
-from sostenuto.scheduler.frame import SchedulerSettings
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import ProgramId
 
 BUFFER_TOKENS = 100

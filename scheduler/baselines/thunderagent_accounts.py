@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from sostenuto.scheduler.actions import Action, EngineJoined, EngineLost
 from sostenuto.scheduler.baselines.baseline import Baseline, is_over
 from sostenuto.scheduler.fleet import EngineSeat
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.lifecycle import Move
 from sostenuto.scheduler.program import Program, Reason
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId, ProgramId
 
 TICK_S = 5.0

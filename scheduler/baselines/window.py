@@ -9,8 +9,8 @@ from abc import abstractmethod
 from sostenuto.scheduler.actions import Action
 from sostenuto.scheduler.baselines.baseline import Baseline, is_over
 from sostenuto.scheduler.fleet import AgeQueue
-from sostenuto.scheduler.frame import SchedulerSettings
 from sostenuto.scheduler.program import Program, Reason
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import ProgramId
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sostenuto.runtime.jobs.job import RLJob as RLJob
     from sostenuto.runtime.jobs.job import WarmStart as WarmStart
     from sostenuto.runtime.runtime import Runtime as Runtime
-    from sostenuto.scheduler.scheduler import SchedulerSettings as SchedulerSettings
+    from sostenuto.scheduler.settings import SchedulerSettings as SchedulerSettings
     from sostenuto.tools.decorator import tool as tool
     from sostenuto.trainer.settings import GRPO as GRPO
     from sostenuto.trainer.settings import TIS as TIS
@@ -57,7 +57,7 @@ _HOME = {
     "RuntimeConfig": "runtime.config",
     "SandboxSpec": "envs.workspace",
     "Schedule": "trainer.settings",
-    "SchedulerSettings": "scheduler.scheduler",
+    "SchedulerSettings": "scheduler.settings",
     "SostenutoError": "errors",
     "Span": "records",
     "StopReason": "types",

@@ -12,7 +12,8 @@ from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.simulation.plan import Plan, Workload
 from sostenuto.runtime.simulation.results import RunResult
-from sostenuto.scheduler.frame import Frame, SchedulerSettings
+from sostenuto.scheduler.frame import Frame
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.types import EngineId, Limits, Purpose
 

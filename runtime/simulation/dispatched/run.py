@@ -29,7 +29,8 @@ from sostenuto.runtime.simulation.results import ProgramResult, RunResult
 from sostenuto.runtime.simulation.tools import SimulatedTools
 from sostenuto.runtime.simulation.waits import Waits
 from sostenuto.runtime.simulation.world import STALLED_AFTER_S, Stalled
-from sostenuto.scheduler.frame import Frame, SchedulerSettings
+from sostenuto.scheduler.frame import Frame
+from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, Limits, Purpose, StopReason, Version
