@@ -70,6 +70,9 @@ class _Mail:
         return grant
 
 
+_NO_ENGINE = "no engine is left, and none has come back in time"
+
+
 @dataclass(slots=True)
 class _Seat:
     """How the dispatcher reaches a program."""
@@ -93,7 +96,11 @@ class Dispatcher:
         running: TaskGroup,
     ) -> None:
         self.scheduler = policy
-        self._fleet = Fleet(engines, self._feed, answer_s=timeouts.engine_answer_s)
+        self._fleet = Fleet(
+            engines, self._feed, answer_s=timeouts.engine_answer_s, deserted=self._expect_return
+        )
+        self._gave_up = ""
+        """Why no program can go on; empty while some can."""
         self._timeouts = timeouts
         self._running = running
         self._seats: dict[ProgramId, _Seat] = {}
@@ -129,6 +136,8 @@ class Dispatcher:
         """Drive one program to its end.  Its failure is the outcome of the record, not an exception."""
         mail = _Mail()
         drive = Drive(spec, self._around, mail.take)
+        if self._gave_up:
+            return _failed(drive, EngineError(self._gave_up))
         with anyio.CancelScope() as scope:
             try:
                 self._seats[spec.id] = _Seat(mail, scope)
@@ -138,8 +147,8 @@ class Dispatcher:
                 await drive.close()
                 del self._seats[spec.id]
                 self._feed(Finished(spec.id))
-        reason = f"nothing was heard of it for {self._lease_s(spec):.0f} s"
-        return _failed(drive, EngineError(reason))
+        silent = f"nothing was heard of it for {self._lease_s(spec):.0f} s"
+        return _failed(drive, EngineError(self._gave_up or silent))
 
     async def publish(self, manifest: Manifest) -> Publication:
         """Bring a version to every engine and open it; EngineError when none could take it.
@@ -155,7 +164,19 @@ class Dispatcher:
         """
         facts = await self._fleet.join(engine_id, deployed=self.scheduler.gate.deployed)
         self._prompts.joined(engine_id, facts)
+        self._gave_up = ""
         return facts
+
+    def _expect_return(self, lost: str) -> None:
+        self._running.start_soon(self._give_up_engines, lost)
+
+    async def _give_up_engines(self, lost: str) -> None:
+        """End every program when no engine has come back in time."""
+        await anyio.sleep(self._timeouts.engine_return_s)
+        if not len(self._fleet):
+            self._gave_up = f"{_NO_ENGINE}; {lost}"
+            for seat in self._seats.values():
+                seat.scope.cancel()
 
     async def keep_informed(self) -> None:
         """Tell the scheduler now and then what the engines say of themselves."""

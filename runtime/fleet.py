@@ -49,9 +49,15 @@ class Fleet:
     """Owned by the dispatcher."""
 
     def __init__(
-        self, engines: Mapping[EngineId, Engine], feed: Callable[[Event], None], *, answer_s: float
+        self,
+        engines: Mapping[EngineId, Engine],
+        feed: Callable[[Event], None],
+        *,
+        answer_s: float,
+        deserted: Callable[[str], None],
     ) -> None:
-        """`answer_s`: how long an engine may take to say how it is."""
+        """`answer_s`: how long an engine may take to say how it is.  `deserted`: the last one was lost."""
+        self._deserted = deserted
         self._engines = engines
         self._feed = feed
         self._answer_s = answer_s
@@ -62,6 +68,10 @@ class Fleet:
     def __repr__(self) -> str:
         shown = " ".join(f"{life.id}={len(life.calls)}" for life in self._lives.values())
         return f"<Fleet {shown or 'empty'}>"
+
+    def __len__(self) -> int:
+        """Engines that are alive."""
+        return len(self._lives)
 
     async def join(self, engine_id: EngineId, *, deployed: Version | None) -> Capabilities:
         """Take in an engine as it is; one that was known is taken to have started anew.
@@ -161,6 +171,8 @@ class Fleet:
             self._lives_changed()
             _end_calls(life)
             self._feed(EngineLost(life.id))
+            if not self._lives:
+                self._deserted(f"engine {life.id} is lost: {error or 'no answer'}")
 
     def _lives_changed(self) -> None:
         lengths = (life.context_tokens for life in self._lives.values())

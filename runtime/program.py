@@ -72,6 +72,8 @@ class Timeouts:
     reward_s: float = 60.0
     call_margin_s: float = 15.0
     """Beyond a tool's own deadline, before the tool server counts as broken."""
+    engine_return_s: float = 15.0
+    """When the last engine is lost: how long programs wait for one to join."""
     release_s: float = 15.0
     engine_answer_s: float = 15.0
     """Within which an engine has to say how it is, before it counts as lost."""

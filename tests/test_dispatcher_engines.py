@@ -1,7 +1,7 @@
 """Engines that die, come back and say how they are, on virtual time."""
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import anyio
 import pytest
@@ -11,6 +11,7 @@ from sostenuto.errors import Blame, EngineError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.engines.wire import Capabilities, GenerateReply, GenerateRequest
+from sostenuto.runtime.program import Timeouts
 from sostenuto.scheduler.actions import (
     Action,
     EngineLoaded,
@@ -139,9 +140,37 @@ async def test_the_loss_of_an_engine_is_told_once_however_many_calls_it_ends():
     assert [event for event in policy.events if isinstance(event, EngineLost)] == [EngineLost(E0)]
 
 
-async def test_without_an_engine_programs_wait_until_one_joins():
+def patiently(
+    engines: dict[EngineId, FakeEngine], tools: FakeTools
+) -> AbstractAsyncContextManager[Dispatcher]:
+    """Engines are waited for longer than any program runs."""
+    timeouts = Timeouts(engine_return_s=1000)
+    return open_dispatcher(SchedulerSettings(), engines, tools, FakeRenderer(), timeouts=timeouts)
+
+
+async def test_when_no_engine_comes_back_in_time_every_program_ends_with_the_reason():
     engine, tools = FakeEngine(SCRIPT), FakeTools()
     async with dispatching({E0: engine}, tools) as dispatcher, anyio.create_task_group() as group:
+        done: list[Trajectory] = []
+
+        async def run(name: str) -> None:
+            done.append(await dispatcher.run(spec(name)))
+
+        group.start_soon(run, "a")
+        await anyio.sleep(0.5)
+        engine.dies()
+        await anyio.sleep(100)
+        await run("late")
+    for trajectory in done:
+        assert trajectory.outcome is not None
+        assert trajectory.outcome.blame is Blame.INFRASTRUCTURE
+        assert "no engine is left" in trajectory.outcome.reason
+    assert len(done) == 2
+
+
+async def test_without_an_engine_programs_wait_until_one_joins():
+    engine, tools = FakeEngine(SCRIPT), FakeTools()
+    async with patiently({E0: engine}, tools) as dispatcher, anyio.create_task_group() as group:
         done: list[Trajectory] = []
 
         async def run() -> None:
@@ -161,7 +190,7 @@ async def test_without_an_engine_programs_wait_until_one_joins():
 
 async def test_without_an_engine_the_deadline_of_a_program_ends_its_wait():
     engine, tools = FakeEngine(SCRIPT), FakeTools()
-    async with dispatching({E0: engine}, tools) as dispatcher, anyio.create_task_group() as group:
+    async with patiently({E0: engine}, tools) as dispatcher, anyio.create_task_group() as group:
         done: list[Trajectory] = []
 
         async def run() -> None:
