@@ -150,8 +150,8 @@ def patiently(
 
 async def test_when_no_engine_comes_back_in_time_every_program_ends_with_the_reason():
     engine, tools = FakeEngine(SCRIPT), FakeTools()
+    done: list[Trajectory] = []
     async with dispatching({E0: engine}, tools) as dispatcher, anyio.create_task_group() as group:
-        done: list[Trajectory] = []
 
         async def run(name: str) -> None:
             done.append(await dispatcher.run(spec(name)))
