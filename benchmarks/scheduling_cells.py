@@ -49,7 +49,7 @@ class Load:
 
     def source(self, folder: Path) -> Source:
         """The same programs for every policy; a seed is an order of them."""
-        path = folder / f"{self.workload}.jsonl"
+        path = folder / f"{self.workload}-{self.programs}.jsonl"
         if not path.exists():
             drawn = generate(
                 self.workload, programs=self.programs, seed=REPORTED_SEED, concurrency=self.concurrency

@@ -46,6 +46,10 @@ class Patience:
         self._runnable.pop(program.id, None)
         self._ahead.pop(program.id, None)
 
+    def is_anybody_due(self, until_s: float) -> bool:
+        longest = next(iter(self._runnable.values()), None)
+        return longest is not None and longest.runnable_since_s <= until_s
+
     def due(self, until_s: float, most: int) -> list[Program]:
         """Those who have been runnable since `until_s` or longer, longest first."""
         longest = islice(self._runnable.values(), most)

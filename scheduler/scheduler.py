@@ -69,6 +69,8 @@ class Scheduler(Books):
     # ---- those who have waited long enough ----
 
     def _serve_the_due(self, now_s: float) -> list[Action]:
+        if not self.patience.is_anybody_due(now_s - self._settings.patience_s):
+            return []
         for seat in self._seats.values():
             if not self.gate.may_start(seat.id):
                 seat.unclaim()
