@@ -9,6 +9,7 @@ from pathlib import Path
 
 import anyio
 
+from sostenuto.sandbox import processes
 from sostenuto.sandbox.bubblewrap import BubblewrapBackend
 from sostenuto.sandbox.landlock import LandlockBackend
 from sostenuto.sandbox.plain import ProcessBackend
@@ -66,6 +67,20 @@ def left_processes(root: Path) -> list[str]:
                 if str(root).encode() in words + (entry / "environ").read_bytes():
                     found.append(words.replace(b"\0", b" ").decode(errors="replace"))
     return found
+
+
+def supervisor_below(parent: int, root: Path) -> int:
+    """The one child of `parent` that supervises a sandbox under `root`; it may have other children."""
+    (supervisor,) = (
+        child for child in processes.children(parent) if str(root).encode() in _environment(child)
+    )
+    return supervisor
+
+
+def _environment(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
 
 
 async def nothing_left(root: Path) -> bool:

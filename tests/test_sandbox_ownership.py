@@ -24,6 +24,7 @@ from sandboxes import (
     output_of,
     running,
     sandbox_root,
+    supervisor_below,
 )
 from sostenuto.errors import SandboxError
 from sostenuto.sandbox import processes
@@ -236,14 +237,15 @@ async def test_reclaiming_touches_nothing_of_a_living_owner():
 
 
 async def _use_until_it_ends(sandbox: Sandbox):
-    while True:
-        await sandbox.shell("true", timeout_s=20)
+    with anyio.fail_after(20):
+        while True:
+            await sandbox.shell("true", timeout_s=20)
 
 
 async def test_stopping_ends_what_a_dead_supervisor_left():
     async with running("landlock") as (sandbox, root):
         await sandbox.shell("setsid sleep 1000 & sleep 1000 &", timeout_s=20)
-        os.kill(processes.children(os.getpid())[0], signal.SIGKILL)
+        os.kill(supervisor_below(os.getpid(), root), signal.SIGKILL)
         with pytest.raises(SandboxError):
             await _use_until_it_ends(sandbox)
         assert left_processes(root)
@@ -252,8 +254,7 @@ async def test_stopping_ends_what_a_dead_supervisor_left():
 async def test_reclaiming_ends_what_a_dead_supervisor_left():
     with sandbox_root() as root:
         owner = start_owner(root, "landlock")
-        supervisor = processes.children(owner.pid)[0]
-        os.kill(supervisor, signal.SIGKILL)
+        os.kill(supervisor_below(owner.pid, root), signal.SIGKILL)
         end_owner(owner)
         assert left_processes(root)  # setsid, and nobody to adopt it
         assert reclaim(root) == ["landlock-0"]
