@@ -27,7 +27,6 @@ from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.prompts import Prompts
 from sostenuto.runtime.publishing import Publication, Publishing, UpdatePolicy
 from sostenuto.runtime.rendering.renderer import Renderer
-from sostenuto.runtime.tool_pace import ToolPace
 from sostenuto.scheduler.actions import (
     Action,
     Decode,
@@ -118,7 +117,6 @@ class Dispatcher:
             report=self._feed,
             now_s=self._now_s,
             timeouts=timeouts,
-            pace=ToolPace(),
             prompts=self._prompts,
         )
 

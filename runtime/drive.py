@@ -26,8 +26,6 @@ from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.prompts import Prompts
 from sostenuto.runtime.rendering.conversation import Conversation
 from sostenuto.runtime.rendering.renderer import Renderer, Turn
-from sostenuto.runtime.spending import Spending
-from sostenuto.runtime.tool_pace import ToolPace
 from sostenuto.scheduler.actions import (
     Answered,
     Decode,
@@ -52,6 +50,7 @@ from sostenuto.types import (
     ToolCall,
     ToolResult,
     ToolStatus,
+    Usage,
 )
 
 Grant = Prepare | Decode | Refuse | TurnAway
@@ -74,7 +73,6 @@ class Surroundings:
     report: Callable[[Event], None]
     now_s: Callable[[], float]
     timeouts: Timeouts
-    pace: ToolPace
     prompts: Prompts
 
 
@@ -93,7 +91,7 @@ class Drive:
         self._prompt_tokens = 0
         self._turns = 0
         self._calls = 0
-        self._spent = Spending()
+        self._usage = Usage()
         sampling = Sampling(
             temperature=spec.temperature, seed=spec.seed, stop_token_ids=around.renderer.stop_token_ids
         )
@@ -125,7 +123,7 @@ class Drive:
             sequences=self._conversation.seen_sequences(),
             reward=reward,
             stop_reason=stop,
-            usage=self._spent.usage(),
+            usage=self._usage,
             metrics={
                 "turns": float(self._turns),
                 "tool_calls": float(self._calls),
@@ -171,7 +169,7 @@ class Drive:
         )
         self._tools = {tool.name: tool for tool in ready.tools}
         self._conversation.begin(ready.messages, ready.tools, at_s=self._around.now_s())
-        self._spent.environment_s += self._around.now_s() - began_s
+        self._usage += Usage(environment_s=self._around.now_s() - began_s)
         room = self._room()
         if room <= 0:
             raise self._prompt_too_long(f"{self._most_tokens()} tokens are allowed in all")
@@ -198,8 +196,8 @@ class Drive:
         self._turns += 1
         if stop := self._over(reply, turn):
             return stop
-        tool = self._awaited(turn)
-        self._around.report(TurnEnded(self.spec.id, grant.turn, self._footprint(), tool, _cost(reply)))
+        tools = self._called(turn)
+        self._around.report(TurnEnded(self.spec.id, grant.turn, self._footprint(), tools, _cost(reply)))
         done = await self._act(turn)
         if done:
             return StopReason.ENVIRONMENT_DONE
@@ -219,7 +217,7 @@ class Drive:
             return None
         if not reply.token_ids:
             raise PolicyError(f"turn {grant.turn} came back empty ({reply.finish_reason})")
-        self._spent.decoded(reply, prompt_tokens=len(request.token_ids))
+        self._usage += _used(reply, prompt_tokens=len(request.token_ids))
         return reply, self._conversation.sampled(reply, started_s=began_s, ended_s=self._around.now_s())
 
     def _request(self, grant: Decode) -> GenerateRequest:
@@ -244,16 +242,11 @@ class Drive:
             return StopReason.TOOL_CALL_LIMIT
         return None
 
-    def _awaited(self, turn: Turn) -> str:
-        """The tool whose return the next turn waits for: of several, the slowest so far.
-
-        What the policy made up is no tool.
-        """
+    def _called(self, turn: Turn) -> tuple[str, ...]:
+        """The tools that the turn calls.  What the policy made up is none."""
         if turn.problem is not None:
-            return ""
-        return self._around.pace.slowest(
-            call.name for call in turn.message.tool_calls if call.name in self._tools
-        )
+            return ()
+        return tuple(call.name for call in turn.message.tool_calls if call.name in self._tools)
 
     async def _act(self, turn: Turn) -> bool:
         """Run the turn's calls together and put the results into the context, in call order."""
@@ -265,7 +258,7 @@ class Drive:
         results = await self._call_all(calls)
         ended_s = self._around.now_s()
         self._calls += len(calls)
-        self._spent.tool_s += ended_s - began_s
+        self._usage += Usage(tool_s=ended_s - began_s)
         self._results += results
         observations = tuple(
             Message("tool", result.content, name=call.name)
@@ -297,15 +290,12 @@ class Drive:
     async def _call(self, index: int, call: ToolCall) -> ToolResult:
         tool = self._tools.get(call.name)
         deadline_s = tool.timeout_s if tool else 0.0
-        began_s = self._around.now_s()
         result = await self._around.tools.call(
             self.spec.id,
             CallId(f"{self._turns}.{index}"),
             call,
             timeout_s=deadline_s + self._around.timeouts.call_margin_s,
         )
-        if tool is not None:
-            self._around.pace.took(tool.name, self._around.now_s() - began_s)
         match result.status:
             case ToolStatus.ENVIRONMENT_FAILURE:
                 raise EnvironmentFailure(f"tool {call.name}: {result.content}")
@@ -327,7 +317,7 @@ class Drive:
         reward = await self._around.tools.reward(
             self.spec.id, _REWARD, episode, timeout_s=self._around.timeouts.reward_s
         )
-        self._spent.environment_s += self._around.now_s() - began_s
+        self._usage += Usage(environment_s=self._around.now_s() - began_s)
         return reward
 
     async def _release_kv(self) -> None:
@@ -347,7 +337,7 @@ class Drive:
     async def _granted(self) -> Grant:
         began_s = self._around.now_s()
         grant = await self._grant()
-        self._spent.queue_s += self._around.now_s() - began_s
+        self._usage += Usage(queue_s=self._around.now_s() - began_s)
         return grant
 
     def _add_prompt(self) -> None:
@@ -391,4 +381,17 @@ def _cost(reply: GenerateReply) -> TurnCost:
         generated_tokens=len(reply.token_ids),
         decode_s=reply.decode_s,
         queue_s=reply.queue_s,
+    )
+
+
+def _used(reply: GenerateReply, *, prompt_tokens: int) -> Usage:
+    return Usage(
+        decode_s=reply.decode_s,
+        prefill_s=reply.prefill_s,
+        queue_s=reply.queue_s,
+        pause_s=reply.pause_s,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=reply.cached_tokens,
+        prefilled_tokens=reply.prefilled_tokens,
+        generated_tokens=len(reply.token_ids),
     )

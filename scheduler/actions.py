@@ -67,8 +67,8 @@ class TurnEnded:
     program_id: ProgramId
     turn: int
     footprint: Footprint
-    tool: str = ""
-    """Whose return is waited for; of several at once, the slowest by experience is the caller's choice."""
+    tools: tuple[str, ...] = ()
+    """They run together; the next turn waits for the slowest."""
     cost: TurnCost | None = None
 
 

@@ -178,6 +178,9 @@ class Books(Frame):
             seat.window.turn_ended(seat.kv.capacity_tokens - seat.kv.free_tokens)
             seat.follow_window()
 
+    def _awaited(self, tools: tuple[str, ...]) -> str:
+        return max(tools, key=self._times.mean_s, default="")
+
     def _began_acting(self, program: Program, now_s: float) -> None:
         seat = self.seat_of(program)
         assert seat is not None

@@ -152,6 +152,10 @@ class Frame(ABC):
     def _new_seat(self, event: EngineJoined) -> EngineSeat:
         return EngineSeat.joined(event)
 
+    def _awaited(self, tools: tuple[str, ...]) -> str:
+        """The one of `tools` whose return the next turn waits for; "" for none."""
+        return tools[0] if tools else ""
+
     def _turn_is_known(self, program: Program, event: TurnEnded, now_s: float) -> None:
         """A turn's cost, before the program begins to act."""
         del program, event, now_s
@@ -245,7 +249,7 @@ class Frame(ABC):
         self._move(program, Move.CALL_TOOL, now_s)
         self._turn_is_known(program, event, now_s)
         program.lacks_engine(event.footprint, 0)
-        program.tool = event.tool
+        program.tool = self._awaited(event.tools)
         assert program.engine is not None
         program.engine.decoding.discard(program.id)
         self._note(program, Reason.TOOL, now_s)

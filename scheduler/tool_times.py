@@ -55,6 +55,8 @@ class _Tool:
     rates: list[float] | None = None
     """Index by octave."""
     calls: int = 0
+    mean_s: float = 0.0
+    """Of its calls, the last ones counting most."""
     renewed_at: int = 0
     """How many calls had been seen when the rates were worked out."""
     weight: float = 1.0
@@ -80,9 +82,15 @@ class ToolTimes:
         known.spent_s[last] += weight * (took_s - begin_s)
         known.returns[last] += weight
         known.calls += 1
+        known.mean_s += (took_s - known.mean_s) / min(known.calls, _DECAY_CALLS)
         known.weight *= 1.0 + 1.0 / _DECAY_CALLS
         if known.weight > 1e6:
             _rescale(known)
+
+    def mean_s(self, tool: str) -> float:
+        """Of its calls; 0 for a tool that was never called."""
+        known = self._tools.get(tool)
+        return known.mean_s if known else 0.0
 
     def rate(self, tool: str, octave: int) -> float:
         """Index, per second, of a call of `tool` whose age is in `octave`."""

@@ -83,7 +83,7 @@ class Hand:
         cost: TurnCost | None = None,
         at_s: float | None = None,
     ) -> list[Action]:
-        event = TurnEnded(ProgramId(name), self.turn[name], Footprint(tokens), tool, cost)
+        event = TurnEnded(ProgramId(name), self.turn[name], Footprint(tokens), (tool,), cost)
         return self.feed(event, at_s)
 
     def returns(self, name: str, tokens: int, *, at_s: float | None = None) -> list[Action]:

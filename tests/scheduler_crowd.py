@@ -64,7 +64,7 @@ class Crowd:
             self.feed(Submitted(program_id, 1e9))
             said = self.feed(Prepared(program_id, Footprint(90), 10))
             if number < acting and any(isinstance(action, Decode) for action in said):
-                self.feed(TurnEnded(program_id, 1, Footprint(100), "bash"))
+                self.feed(TurnEnded(program_id, 1, Footprint(100), ("bash",)))
 
     def feed(self, event: Event, after_s: float = 0.001) -> list[Action]:
         self.now_s += after_s
@@ -82,7 +82,7 @@ class Crowd:
 def _everything(decoding: list[ProgramId]) -> Iterator[Event]:
     for index, program_id in enumerate(decoding):
         if index % 2:
-            yield TurnEnded(program_id, 1, Footprint(100), "bash")
+            yield TurnEnded(program_id, 1, Footprint(100), ("bash",))
             yield ToolReturned(program_id, 1, Footprint(100), 0)
         else:
             yield Finished(program_id)
@@ -101,7 +101,7 @@ def replayed() -> str:
         for program_id in crowd.of_phase(Phase.REASONING)[index % 5 :: 7]:
             footprint = Footprint(80 + index % 40, (Segment(f"g{index % 3}", 20),))
             told = crowd.feed(
-                TurnEnded(program_id, turns[program_id], footprint, f"t{index % 4}", _COST), 0.3
+                TurnEnded(program_id, turns[program_id], footprint, (f"t{index % 4}",), _COST), 0.3
             )
             if index % 2:
                 told += crowd.feed(ToolReturned(program_id, turns[program_id], footprint, 10), 0.3)

@@ -286,17 +286,17 @@ async def test_the_policy_is_told_of_group_and_limits_and_what_turns_cost():
     assert (submitted.group, submitted.group_size) == (GroupId("g"), 4)
     assert submitted.trainable_until == Version(0, 2)
     (ended,) = (event for event in policy.events if isinstance(event, TurnEnded))
-    assert ended.tool == "look"
+    assert ended.tools == ("look",)
     assert ended.cost == TurnCost(prefilled_tokens=5, prefill_s=0, generated_tokens=8, decode_s=1)
 
 
-async def test_of_several_tools_the_one_that_was_slowest_so_far_is_waited_for():
+async def test_the_policy_is_told_of_every_tool_that_a_turn_calls_and_of_none_that_it_made_up():
     script = ("!look a", "!test a", "!look b\n!test b", "!made_up c", "done")
     policy = Watched()
     async with dispatching({E0: FakeEngine(script)}, FakeTools(slow={"test": 30.0}), policy) as dispatcher:
         await dispatcher.run(spec("a"))
-    ended = [event.tool for event in policy.events if isinstance(event, TurnEnded)]
-    assert ended == ["look", "test", "test", ""]
+    ended = [event.tools for event in policy.events if isinstance(event, TurnEnded)]
+    assert ended == [("look",), ("test",), ("look", "test"), ()]
 
 
 async def test_a_program_that_is_turned_away_is_overloaded_and_nothing_of_it_has_begun():

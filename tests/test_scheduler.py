@@ -285,3 +285,31 @@ def test_programs_of_a_dead_engine_keep_their_place_in_the_order(phase: str):
     assert scheduler.snapshot().phases == {"a": Phase.WAITING}
     actions = scheduler.apply(EngineJoined(ENGINES[1], Version(0, 0), 100, 8), 3.0)
     assert [type(a) for a in actions] == [Decode]
+
+
+def test_of_several_tools_the_slowest_by_experience_is_waited_for():
+    scheduler = scheduler_with(kv=100)
+    for tool, took_s in (("look", 0.1), ("build", 300.0)):
+        for call in range(20):
+            name = f"{tool}{call}"
+            started(scheduler, name, 5)
+            scheduler.apply(TurnEnded(ProgramId(name), 1, Footprint(5), (tool,)), 0.0)
+            scheduler.apply(ToolReturned(ProgramId(name), 1, Footprint(5), 1), took_s)
+            scheduler.apply(Finished(ProgramId(name)), took_s)
+    for name, tools in (("quick", ("look",)), ("slow", ("look", "build"))):
+        started(scheduler, name, 20, 1000.0)
+        scheduler.apply(TurnEnded(ProgramId(name), 1, Footprint(25), tools), 1000.0)
+    assert started(scheduler, "next", 50, 1000.1)[0] == Evict(ProgramId("slow"), ENGINES[0])
+
+
+def test_where_an_engine_overwrites_from_the_end_a_program_gives_up_no_more_than_is_lacking():
+    scheduler = Scheduler()
+    scheduler.apply(EngineJoined(ENGINES[0], Version(0, 0), 100, 8, gives_up_parts=True), 0.0)
+    started(scheduler, "a", 60)
+    scheduler.apply(TurnEnded(ProgramId("a"), 1, Footprint(64)), 0.0)
+    assert started(scheduler, "b", 40, 1000.0) == [decode("b")]
+    assert scheduler.snapshot().phases[ProgramId("a")] is Phase.ACTING
+    assert scheduler.snapshot().engines[ENGINES[0]] == (100, 1)
+    assert scheduler.apply(ToolReturned(ProgramId("a"), 1, Footprint(66), 10), 1001.0) == []
+    assert scheduler.apply(Finished(ProgramId("b")), 1002.0) == [decode("a", 2)]
+    assert scheduler.snapshot().engines[ENGINES[0]] == (76, 1)

@@ -102,7 +102,7 @@ def test_a_prefix_that_acting_programs_share_is_freed_with_the_last_of_them():
     for name in "abcd":
         hand.come(name, 70, shared=prefix)
     for name in "abcd":
-        hand.feed(TurnEnded(ProgramId(name), 1, Footprint(10, prefix), "bash"))
+        hand.feed(TurnEnded(ProgramId(name), 1, Footprint(10, prefix), ("bash",)))
     assert decoded(hand.come("next", 80, at_s=600)) == ["next"]
 
 

@@ -1,10 +1,12 @@
 """Cells in worker processes.  One that fails is told with its name, and the others go on."""
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from threading import Thread
 
 from sostenuto.runtime.bench.cells import Cell, run_cell
 from sostenuto.runtime.bench.summary import Measured
@@ -78,4 +80,17 @@ def _executor(workers: int) -> Executor:
 
 
 def _processes(workers: int) -> Executor:
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, mp_context=spawn, initializer=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    """A worker waits for its next cell for ever: it does not see that whoever would send it was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a worker"
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()

@@ -213,7 +213,7 @@ class SimulatedProgram:
             served.decode_s,
             served.queue_s,
         )
-        scene.feed(TurnEnded(self.plan.id, self._turn_number, self.footprint, turn.tool, cost))
+        scene.feed(TurnEnded(self.plan.id, self._turn_number, self.footprint, (turn.tool,), cost))
         scene.tools.call(self.plan, turn, self._returned)
 
     def _returned(self, queue_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from operator import add, attrgetter
 from typing import ClassVar, NamedTuple, NewType, Self
 
 from sostenuto.errors import Blame, ConfigError
@@ -109,8 +110,10 @@ class Usage:
     generated_tokens: int = 0
 
     def __add__(self, other: "Usage") -> "Usage":
-        mine, theirs = self, other
-        return Usage(**{f.name: getattr(mine, f.name) + getattr(theirs, f.name) for f in fields(Usage)})
+        return Usage(*map(add, _amounts(self), _amounts(other)))
+
+
+_amounts = attrgetter(*(field.name for field in fields(Usage)))
 
 
 @dataclass(frozen=True, slots=True)
