@@ -4,10 +4,9 @@ Events say what happened; actions say what the shell has to do.  Both are closed
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from sostenuto.scheduler.kv import Footprint
-from sostenuto.types import EngineId, GroupId, ProgramId, Version
+from sostenuto.types import EngineId, GroupId, ProgramId, SandboxRung, Version
 
 # ---- events ----
 
@@ -175,18 +174,6 @@ class ToolServerJoined:
     memory_bytes: int | None = None
     disk_bytes: int | None = None
     cpus: float | None = None
-
-
-class SandboxRung(StrEnum):
-    """How much of a sandbox is kept.  Each rung down frees more and costs more to come back from."""
-
-    RUNNING = "running"
-    PAUSED = "paused"
-    """Frees CPU."""
-    RECLAIMED = "reclaimed"
-    """Frees memory, too: paged out."""
-    SNAPSHOTTED = "snapshotted"
-    """Frees all but its disk: it is started anew from there."""
 
 
 @dataclass(frozen=True, slots=True)

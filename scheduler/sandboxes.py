@@ -10,9 +10,9 @@ SNAPSHOTTED   -       -    yes   no process either; coming back takes longest
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sostenuto.scheduler.actions import SandboxClaim, SandboxRung, ToolServerJoined
+from sostenuto.scheduler.actions import SandboxClaim, ToolServerJoined
 from sostenuto.scheduler.program import Program
-from sostenuto.types import ProgramId
+from sostenuto.types import ProgramId, SandboxRung
 
 _UNLIMITED = float("inf")
 _SMOOTHING = 0.2

@@ -15,13 +15,13 @@ from sostenuto.scheduler.actions import (
     MoveSandbox,
     Offload,
     Refuse,
-    SandboxRung,
 )
 from sostenuto.scheduler.books import Books
 from sostenuto.scheduler.lifecycle import Move
 from sostenuto.scheduler.order import FIRST, Key
 from sostenuto.scheduler.program import NEVER, Program, Reason
 from sostenuto.scheduler.seat import Seat, Taken
+from sostenuto.types import SandboxRung
 
 _SWEEP_S = 1.0
 """While somebody waits, engines that had no room are looked at again: rates of return fall with time."""

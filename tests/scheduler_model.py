@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from sostenuto.scheduler.actions import EngineJoined, SandboxRung
+from sostenuto.scheduler.actions import EngineJoined
 from sostenuto.scheduler.kv import Footprint, Segment
 from sostenuto.scheduler.lifecycle import Phase
-from sostenuto.types import EngineId, GroupId, Version
+from sostenuto.types import EngineId, GroupId, SandboxRung, Version
 
 TURN = 10
 LEASE_S = 2_000.0

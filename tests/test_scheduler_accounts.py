@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sostenuto.scheduler.actions import SandboxClaim, SandboxRung, Submitted, ToolServerJoined
+from sostenuto.scheduler.actions import SandboxClaim, Submitted, ToolServerJoined
 from sostenuto.scheduler.order import FIRST, KeyQueue, Order
 from sostenuto.scheduler.patience import Patience
 from sostenuto.scheduler.prefetch import Prefetch
 from sostenuto.scheduler.program import Program
 from sostenuto.scheduler.sandboxes import SandboxLedger
 from sostenuto.scheduler.window import Window, WindowState
-from sostenuto.types import GroupId, ProgramId, Version
+from sostenuto.types import GroupId, ProgramId, SandboxRung, Version
 
 
 def program(name: str = "p", rank: int = 1, **known: object) -> Program:

@@ -48,7 +48,6 @@ from sostenuto.scheduler.actions import (
     Refuse,
     SandboxClaim,
     SandboxMoved,
-    SandboxRung,
     StageUpdate,
     Submitted,
     Tick,
@@ -64,7 +63,7 @@ from sostenuto.scheduler.kv import Footprint
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings
-from sostenuto.types import EngineId, GroupId, ProgramId, Version
+from sostenuto.types import EngineId, GroupId, ProgramId, SandboxRung, Version
 
 
 class Shell(RuleBasedStateMachine):

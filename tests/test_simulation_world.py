@@ -15,14 +15,14 @@ from sostenuto.runtime.simulation.program import turn_limit_tokens
 from sostenuto.runtime.simulation.results import RunResult
 from sostenuto.runtime.simulation.workloads import generate
 from sostenuto.runtime.simulation.world import Stalled, simulate
-from sostenuto.scheduler.actions import Action, Evict, MoveSandbox, SandboxClaim, SandboxRung
+from sostenuto.scheduler.actions import Action, Evict, MoveSandbox, SandboxClaim
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.kv import Segment
 from sostenuto.scheduler.lifecycle import Move
 from sostenuto.scheduler.program import Program
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings
-from sostenuto.types import EngineId, ProgramId
+from sostenuto.types import EngineId, ProgramId, SandboxRung
 
 ONE = FleetProfile(engine=small_profile())
 TWO = FleetProfile(engines=2, engine=small_profile())

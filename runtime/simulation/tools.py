@@ -11,8 +11,7 @@ from sostenuto.runtime.simulation.clock import Clock, Timer
 from sostenuto.runtime.simulation.plan import Plan, PlannedTurn
 from sostenuto.runtime.simulation.profile import ToolServerProfile
 from sostenuto.runtime.simulation.usage import Usage
-from sostenuto.scheduler.actions import SandboxRung
-from sostenuto.types import ProgramId
+from sostenuto.types import ProgramId, SandboxRung
 
 Told = Callable[[float], None]
 """Called at the end, with the seconds that were spent waiting or, for a move, that it took."""

@@ -1,6 +1,7 @@
 """What all sandboxes take of the tool server, now and at the most."""
 
-from sostenuto.scheduler.actions import SandboxClaim, SandboxRung
+from sostenuto.scheduler.actions import SandboxClaim
+from sostenuto.types import SandboxRung
 
 
 class Usage:

@@ -74,6 +74,18 @@ class OutcomeKind(StrEnum):
     RECYCLED = "recycled"
 
 
+class SandboxRung(StrEnum):
+    """How much of a sandbox is kept.  Each rung down frees more and costs more to come back from."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    """Frees CPU."""
+    RECLAIMED = "reclaimed"
+    """Frees memory, too: paged out."""
+    SNAPSHOTTED = "snapshotted"
+    """Frees all but its disk: it is started anew from there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The one end of a program.  `blame` is given for FAILED alone."""
