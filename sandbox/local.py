@@ -8,23 +8,27 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
-from sostenuto.errors import ConfigError, SandboxError
-from sostenuto.sandbox import processes, workspace
+from sostenuto.errors import ConfigError, SandboxError, Unsupported
+from sostenuto.sandbox import archives, processes, usage, workspace
 from sostenuto.sandbox.channel import Channel
-from sostenuto.sandbox.folders import MARKER, Folder, end_marked
-from sostenuto.sandbox.protocol import Blueprint, ShellResult
+from sostenuto.sandbox.execution import Spawner
+from sostenuto.sandbox.folders import MARKER, Folder, Origin, end_marked
+from sostenuto.sandbox.protocol import Blueprint, SandboxUsage, ShellResult, Snapshot
 from sostenuto.sandbox.shell import SHELLS, PersistentShell
+from sostenuto.sandbox.snapshots import Snapshots
 
 _INLINE_BYTES = 1 << 18
 """Blueprints up to this size are written at once; handing them to a thread costs more."""
 _END_S = 5.0
+_UNPACKED_FILES = 4
+"""An archive may hold as much as this many of the largest files, and no more than half of what is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,10 @@ class Launch:
     """All variables of the launcher; not on its command line, which others may read."""
     end_signal: signal.Signals
     """SIGKILL when the kernel then ends everything inside, SIGTERM when the launcher does."""
+    pipes: str
+    """Where the sandbox sees the pipes of `execution`."""
+    workspace: str
+    """Where it sees its workspace."""
     descriptors: tuple[int, ...] = field(default=())
     """Passed on to the launcher and closed here once it runs."""
 
@@ -43,18 +51,37 @@ class Launch:
 class LocalSandbox:
     """See `sostenuto.sandbox.protocol.Sandbox`."""
 
-    def __init__(self, name: str, folder: Folder) -> None:
+    def __init__(
+        self, name: str, blueprint: Blueprint, folder: Folder, origin: Origin, snapshots: Snapshots
+    ) -> None:
         self._name = name
+        self._limits = blueprint.limits
         self._folder = folder
+        self._origin = origin
+        self._snapshots = snapshots
         self._channel = Channel()
+        self._spawner = Spawner(folder.pipes, folder.token, folder.uid)
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._end_signal = signal.SIGKILL
+        self._launch: Launch | None = None
         self._pidfds: list[int] = []
         """pidfds of the launcher and its children: readable when the whole sandbox is dead."""
         self._shell: PersistentShell | None = None
         self._paused = False
+        self._standing = anyio.Lock()
+        """Held by whoever makes it stand still, or go on."""
+        self._copied_bytes = 0
+        self._peak_memory_bytes = 0
         self._stopping = anyio.Lock()
         self._gone = False
+
+    async def fill(self) -> None:
+        """Put what the workspace starts with into it, as far as it is copied."""
+        size = sum(map(len, self._origin.files.values()))
+        if self._origin.layered or (not self._origin.lowers and size <= _INLINE_BYTES):
+            self._folder.fill(self._origin)
+        else:
+            await anyio.to_thread.run_sync(self._folder.fill, self._origin)
+            self._copied_bytes = sum(map(usage.disk_bytes, self._origin.lowers))
 
     def launch(self, launch: Launch) -> None:
         try:
@@ -68,7 +95,7 @@ class LocalSandbox:
 
     def _spawn(self, launch: Launch) -> None:
         stdin, stdout, stderr = self._channel.far_ends
-        self._end_signal = launch.end_signal
+        self._launch = launch
         self._launcher = subprocess.Popen(
             launch.argv, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=launch.descriptors,
             env=launch.environment | {MARKER: str(self._folder.path)}, cwd="/", start_new_session=True,
@@ -76,18 +103,32 @@ class LocalSandbox:
 
     async def start_shell(self) -> None:
         """Raises SandboxError with the launcher's own words when it gave up."""
-        if self._launcher is None:
+        if self._launcher is None or self._launch is None:
             raise SandboxError(f"sandbox {self._name!r} was not launched")
-        shell = PersistentShell(self._channel, self._launcher.pid)
+        shell = PersistentShell(self._channel, self._launcher.pid, self._spawner.members)
         await shell.start()
         self._shell = shell
         launcher = self._launcher.pid
         self._pidfds = processes.open_handles([launcher, *processes.children(launcher)])
+        self._spawner.settle(launcher, self._launch.pipes)
+        if self._origin.layered:
+            enter, pid = self._folder.enter, shell.host_pid()
+            await anyio.to_thread.run_sync(enter, pid, self._launch.workspace, self._origin.files)
 
     async def shell(self, command: str, *, timeout_s: float, output_bytes: int = 65536) -> ShellResult:
+        self._check_awake()
+        return await self._running().run(command, timeout_s, output_bytes)
+
+    async def exec(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, output_bytes: int = 65536
+    ) -> ShellResult:
+        self._check_awake()
+        self._running()
+        return await self._spawner.run(argv, stdin, timeout_s, output_bytes)
+
+    def _check_awake(self) -> None:
         if self._paused:
             raise SandboxError(f"sandbox {self._name!r} is paused; resume it first")
-        return await self._running().run(command, timeout_s, output_bytes)
 
     def _running(self) -> PersistentShell:
         launcher = self._launcher
@@ -111,15 +152,71 @@ class LocalSandbox:
         with self._folder.open_workspace() as fd:
             workspace.write_file(fd, path, data, uid=self._folder.uid)
 
-    async def pause(self) -> None:
+    async def upload(self, archive: bytes, path: str = ".") -> None:
         self._running()
-        self._paused = True
-        self._signal(processes.freeze)
+        await anyio.to_thread.run_sync(self._upload, archive, path)
+
+    def _upload(self, archive: bytes, path: str) -> None:
+        with self._folder.open_workspace() as fd:
+            disk = os.fstatvfs(fd)
+            most_bytes = min(_UNPACKED_FILES * self._limits.file_bytes, disk.f_bavail * disk.f_frsize // 2)
+            bound = archives.Bound(self._limits.file_bytes, most_bytes)
+            archives.unpack(fd, archive, path, bound, uid=self._folder.uid)
+
+    async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
+        self._running()
+        return await anyio.to_thread.run_sync(self._download, path, max_bytes)
+
+    def _download(self, path: str, max_bytes: int) -> bytes:
+        with self._folder.open_workspace() as fd:
+            return archives.pack(fd, path, max_bytes)
+
+    async def pause(self) -> None:
+        async with self._standing:
+            self._running()
+            self._paused = True
+            self._signal(processes.freeze)
+
+    async def reclaim(self) -> None:
+        """Nothing here moves memory out: see `cgroups` for what does."""
+        raise Unsupported(f"sandbox {self._name!r}: its memory cannot be moved out without a cgroup")
 
     async def resume(self) -> None:
+        async with self._standing:
+            self._running()
+            self._signal(processes.thaw)
+            self._paused = False
+
+    async def snapshot(self) -> Snapshot:
+        async with self._standing:
+            self._running()
+            taking = self._snapshots.begin(self._name, self._folder, self._origin)
+            try:
+                self._signal(processes.freeze)
+                return await anyio.to_thread.run_sync(taking.run)
+            except BaseException:
+                taking.give_up()
+                raise
+            finally:
+                if not self._paused and not self._gone:
+                    self._signal(processes.thaw)
+
+    async def usage(self) -> SandboxUsage:
         self._running()
-        self._signal(processes.thaw)
-        self._paused = False
+        return await anyio.to_thread.run_sync(self._usage)
+
+    def _usage(self) -> SandboxUsage:
+        tree = processes.descendants(self._launcher.pid) if self._launcher is not None else []
+        memory_bytes = usage.memory_bytes(tree)
+        self._peak_memory_bytes = max(self._peak_memory_bytes, memory_bytes)
+        written_bytes = usage.disk_bytes(self._folder.workspace) + usage.disk_bytes(self._folder.tmp)
+        return SandboxUsage(
+            memory_bytes,
+            self._peak_memory_bytes,
+            usage.cpu_s(tree),
+            len(tree),
+            max(0, written_bytes - self._copied_bytes),
+        )
 
     def _signal(self, sweep: Callable[[int], object]) -> None:
         if self._launcher is not None:
@@ -165,8 +262,8 @@ class LocalSandbox:
         elif self._shell is None:
             # Half started: its children may not yet be bound to die with it.
             processes.end_tree(launcher.pid)
-        else:
-            launcher.send_signal(self._end_signal)
+        elif self._launch is not None:
+            launcher.send_signal(self._launch.end_signal)
 
     def _reap(self) -> None:
         """Wait for the launcher, which the kernel or `_kill` has ended; then nothing of it is left."""
@@ -179,12 +276,16 @@ class LocalSandbox:
         handles, self._pidfds = self._pidfds, []
         processes.await_death(handles)
         self._channel.close()
+        self._spawner.close()
+        self._folder.leave()
 
 
 def check_blueprint(name: str, blueprint: Blueprint) -> None:
     """Raise ConfigError or SandboxError for what no backend could start."""
     if blueprint.shell not in SHELLS:
         raise ConfigError(f"sandbox {name!r}: shell {blueprint.shell!r}; known: {', '.join(SHELLS)}")
+    if blueprint.image is not None:
+        raise ConfigError(f"sandbox {name!r}: image {blueprint.image!r}; only backend 'docker' has images")
     for variable, value in blueprint.environment.items():
         if not variable.isidentifier() or "\0" in value:
             raise ConfigError(f"sandbox {name!r}: {variable!r} cannot be an environment variable")
@@ -193,13 +294,19 @@ def check_blueprint(name: str, blueprint: Blueprint) -> None:
 
 
 async def start_local(
-    folder: Folder, name: str, blueprint: Blueprint, plan: Callable[[Folder], Launch]
+    folder: Folder,
+    name: str,
+    blueprint: Blueprint,
+    origin: Origin,
+    snapshots: Snapshots,
+    plan: Callable[[Folder], Launch],
 ) -> LocalSandbox:
     """Fill the folder, launch, wait for the shell; on any failure nothing is left, the folder included."""
     sandbox: LocalSandbox | None = None
     try:
-        sandbox = LocalSandbox(name, folder)
-        await _fill(folder, blueprint)
+        snapshots.borrow(origin, folder)
+        sandbox = LocalSandbox(name, blueprint, folder, origin, snapshots)
+        await sandbox.fill()
         sandbox.launch(plan(folder))
         await sandbox.start_shell()
     except BaseException:
@@ -208,10 +315,3 @@ async def start_local(
         folder.remove()
         raise
     return sandbox
-
-
-async def _fill(folder: Folder, blueprint: Blueprint) -> None:
-    if blueprint.template is None and sum(map(len, blueprint.files.values())) <= _INLINE_BYTES:
-        folder.fill(blueprint)
-    else:
-        await anyio.to_thread.run_sync(folder.fill, blueprint)

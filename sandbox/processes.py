@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -62,6 +63,28 @@ def tasks_of_user(uid: int) -> int:
             if os.stat(f"/proc/{name}").st_uid == uid:  # noqa: PTH116 - see `_read`
                 count += len(os.listdir(f"/proc/{name}/task"))  # noqa: PTH208
     return count
+
+
+def cpu_ticks(pid: int) -> int:
+    """CPU time of the process and of the children that it has waited for; 0 when it is gone."""
+    fields = _stat(pid)
+    return sum(map(int, fields[11:15])) if fields else 0
+
+
+def session(pid: int) -> int:
+    """0 when the process is gone."""
+    fields = _stat(pid)
+    return int(fields[3]) if fields else 0
+
+
+def has_word(pid: int, *words: str) -> bool:
+    """Whether one of `words` is an argument that the process was started with, or a variable (NAME=value)."""
+    wanted = {word.encode() for word in words}
+    for name in ("cmdline", "environ"):
+        with suppress(OSError):
+            if not wanted.isdisjoint(_read(f"/proc/{pid}/{name}").split(b"\0")):
+                return True
+    return False
 
 
 def children(pid: int) -> list[int]:
@@ -129,17 +152,22 @@ def freeze(pid: int, *, root_too: bool = False) -> list[int]:
 
     Raises TimeoutError when processes keep appearing.
     """
+    return freeze_found(lambda: [pid, *descendants(pid)] if root_too else descendants(pid))
+
+
+def freeze_found(find: Callable[[], list[int]]) -> list[int]:
+    """`freeze` for whatever `find` finds, which is asked again until none of it is running."""
     told: set[int] = set()
     for sweep in range(_SWEEPS):
-        tree = [pid, *descendants(pid)] if root_too else descendants(pid)
-        running = _running(tree, told)
+        found = find()
+        running = _running(found, told)
         if not running:
-            return tree
+            return found
         send(running, signal.SIGSTOP)
         told.update(running)
         if sweep:
             time.sleep(0.0005)  # a stop takes effect when the process next leaves the kernel
-    raise TimeoutError(f"processes below {pid} could not be stopped")
+    raise TimeoutError("processes that keep appearing could not be stopped")
 
 
 def thaw(pid: int) -> None:
@@ -164,16 +192,21 @@ def end_below(pid: int) -> None:
 
 
 def end_tree(pid: int) -> None:
-    """Kill `pid` and everything below it, and wait for their death.
+    """Kill `pid` and everything below it, and wait for their death."""
+    end_found(lambda: [pid, *descendants(pid)])
 
-    The tree is stopped first, so that no orphan of it escapes.
+
+def end_found(find: Callable[[], list[int]]) -> None:
+    """Kill whatever `find` finds, and wait for its death.
+
+    It is stopped first, so that no orphan of it escapes.
     """
     try:
-        tree = freeze(pid, root_too=True)
+        found = freeze_found(find)
     except TimeoutError:
-        tree = [pid, *descendants(pid)]
-    handles = open_handles(tree)
-    send(tree, signal.SIGKILL)
+        found = find()
+    handles = open_handles(found)
+    send(found, signal.SIGKILL)
     await_death(handles)
 
 

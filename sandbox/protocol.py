@@ -4,6 +4,7 @@ A sandbox belongs to one program.  It has a workspace, one persistent shell, no 
 ends with its owner: `stop` is idempotent and leaves no process, mount or file behind.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +20,8 @@ class SandboxLimits:
     open_files: int = 256
     cpu_s: int = 600
     """CPU time of one process."""
+    cpus: float | None = None
+    """Cores that all of it may use together, where the backend can bound that; None: all there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class Blueprint:
     limits: SandboxLimits = SandboxLimits()
     shell: str = "sh"
     """`sh` or `bash`.  After a deadline `sh` keeps its directory and variables; `bash` starts afresh."""
+    image: str | None = None
+    """What the file system of a container is; None: the backend's default.  Others than docker have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +50,39 @@ class ShellResult:
     """stdout and stderr as they came, UTF-8 with replacement, cut in the middle to the cap."""
     cut_bytes: int = 0
     elapsed_s: float = 0.0
+    out_of_memory: bool = False
+    """A process of it was ended because the sandbox's memory was used up."""
 
     @property
     def timed_out(self) -> bool:
         return self.exit_code is None
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxUsage:
+    """What a sandbox takes now."""
+
+    memory_bytes: int
+    peak_memory_bytes: int
+    """The most that was seen since the start; where only samples exist, of those."""
+    cpu_s: float
+    """Of all its processes since the start."""
+    processes: int
+    disk_bytes: int
+    """What it has written to its workspace, without the template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A workspace as it was, from which any number of sandboxes can start.
+
+    Processes, and directory and variables of the shell, are not in it.
+    """
+
+    backend: str
+    reference: str
+    """The backend's own name for it: a folder, an image."""
+    size_bytes: int
 
 
 class Sandbox(Protocol):
@@ -59,6 +93,20 @@ class Sandbox(Protocol):
 
         At the deadline the whole process group of the command is ended and, if it took the shell with it, a
         new shell starts in the workspace.  Output beyond `output_bytes` is cut from the middle.
+        """
+        ...
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float,
+        output_bytes: int = 65536,
+    ) -> ShellResult:
+        """Run a program in the workspace, beside the shell, with the sandbox's own variables.
+
+        Any number may run at once.  At the deadline, and when this is cancelled, its process tree is ended.
         """
         ...
 
@@ -74,11 +122,35 @@ class Sandbox(Protocol):
         """Create or replace a workspace file, folders included; PathError as for `read`."""
         ...
 
-    async def pause(self) -> None:
-        """Stop every process of the sandbox where it stands."""
+    async def upload(self, archive: bytes, path: str = ".") -> None:
+        """Unpack a tar into the workspace folder `path`, which is created.
+
+        Nothing is written through a link or outside of the workspace; devices, archives that grow beyond the
+        largest file times a bound, and names that leave the workspace are a PathError.
+        """
         ...
 
-    async def resume(self) -> None: ...
+    async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
+        """A tar of a workspace file or folder; PathError when it is missing or larger."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop every process of the sandbox where it stands.  Safe to call twice."""
+        ...
+
+    async def reclaim(self) -> None:
+        """Pause it and move its memory out; raises Unsupported where the system cannot."""
+        ...
+
+    async def resume(self) -> None:
+        """Let its processes go on.  Safe to call twice."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """Its workspace as it is now; the sandbox stands still meanwhile and goes on as before."""
+        ...
+
+    async def usage(self) -> SandboxUsage: ...
 
     async def stop(self) -> None:
         """End everything and remove the workspace.  Safe to call twice and under cancellation."""
@@ -108,6 +180,13 @@ class Backend(Protocol):
         """Run a trial sandbox, with a deadline; never raises for a system that cannot."""
         ...
 
-    async def start(self, name: str, blueprint: Blueprint) -> Sandbox:
-        """Start a sandbox; a start that fails or is cancelled leaves nothing behind."""
+    async def start(self, name: str, blueprint: Blueprint, *, snapshot: Snapshot | None = None) -> Sandbox:
+        """Start a sandbox; a start that fails or is cancelled leaves nothing behind.
+
+        With `snapshot` the workspace is that one's instead of the template and files of the blueprint.
+        """
+        ...
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot; sandboxes that were started from it go on.  Safe to call twice."""
         ...

@@ -19,6 +19,7 @@ import secrets
 import shlex
 import signal
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 import anyio
@@ -39,10 +40,11 @@ _NOBODY_LISTENS = 126
 """Exit code of a command that was not run, as shells have it."""
 
 
-def guard_script(blueprint: Blueprint, folder: str, *, others: int = 0) -> str:
+def guard_script(blueprint: Blueprint, folder: str, spawner: str, *, others: int = 0) -> str:
     """What the guard runs under `sh -c`; shells start in `folder`.
 
-    `others`: tasks outside the sandbox that the system counts against the same limit on processes.
+    `spawner` is what it runs first, see `execution`.  `others`: tasks outside the sandbox that the system
+    counts against the same limit on processes.
     """
     limits = blueprint.limits
     tasks = limits.processes + others
@@ -51,7 +53,7 @@ def guard_script(blueprint: Blueprint, folder: str, *, others: int = 0) -> str:
         f"ulimit -c 0; ulimit -t {limits.cpu_s}; ulimit -f {limits.file_bytes // 512}; "
         f"ulimit -n {limits.open_files}; ulimit -v {limits.memory_bytes // 1024}; "
         # The option is -p in dash and busybox, -u in bash.
-        f"ulimit -p {tasks} 2>/dev/null || ulimit -u {tasks}; "
+        f"ulimit -p {tasks} 2>/dev/null || ulimit -u {tasks}; {spawner}; "
         'while read -r word number; do [ "$word" = go ] || continue; '
         f"{SHELLS[blueprint.shell]}; printf 'exit.%d %d\\n' $number $? >&9; done"
     )
@@ -63,11 +65,17 @@ def _prologue(number: int) -> str:
 
 
 class PersistentShell:
-    """Runs commands through `channel`; `launcher` is the process above the guard."""
+    """Runs commands through `channel`; `launcher` is the process above the guard.
 
-    def __init__(self, channel: Channel, launcher: int) -> None:
+    `others`, given a sandbox's processes, says which of them are not of the shell's commands.
+    """
+
+    def __init__(
+        self, channel: Channel, launcher: int, others: Callable[[list[int]], set[int]] = lambda _: set()
+    ) -> None:
         self._channel = channel
         self._launcher = launcher
+        self._others = others
         self._shell_pid = 0
         """As the sandbox counts."""
         self._number = 0
@@ -100,6 +108,14 @@ class PersistentShell:
         if word == self._exit:
             raise SandboxError(f"the shell ended with code {value} before it was ready")
         self._shell_pid = int(value)
+        self._idle_since = processes.now_ticks()
+
+    def host_pid(self) -> int:
+        """Of the shell; raises SandboxError when it is gone."""
+        guard = self._guarded()
+        if not guard:
+            raise SandboxError("the shell is gone")
+        return guard[0]
 
     @property
     def _exit(self) -> str:
@@ -202,7 +218,7 @@ class PersistentShell:
         return []
 
     def _kill_young(self, guard: list[int], since_ticks: int) -> None:
-        spared = {*guard, *self._older}
+        spared = {*guard, *self._older, *self._others(processes.descendants(self._launcher))}
         processes.send([pid for pid in self._young(since_ticks) if pid not in spared], signal.SIGKILL)
 
     def _young(self, since_ticks: int) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sostenuto.sandbox import processes, system
+from sostenuto.sandbox.execution import spawner_script
 from sostenuto.sandbox.folders import Folder
 from sostenuto.sandbox.local import Launch
 from sostenuto.sandbox.protocol import Blueprint
@@ -37,17 +38,20 @@ class Confinement:
 
 def supervised_launch(blueprint: Blueprint, folder: Folder, confinement: Confinement) -> Launch:
     """The shell under a supervisor, in its own session, as the folder's user."""
-    variables = system.environment(blueprint, home=str(folder.workspace), tmp=str(folder.tmp))
+    inside = str(folder.workspace)
+    variables = system.environment(blueprint, home=inside, tmp=str(folder.tmp))
+    spawner = spawner_script(str(folder.pipes), folder.token)
     program = _PROGRAM.format(
         path=str(Path(__file__).parents[2]),
         parent=os.getpid(),
-        argv=["/bin/sh", "-c", guard_script(blueprint, str(folder.workspace), others=_others(folder))],
+        argv=["/bin/sh", "-c", guard_script(blueprint, inside, spawner, others=_others(folder))],
         uid=folder.uid,
         landlock_fd=confinement.landlock_fd,
         seccomp_fd=confinement.seccomp_fd,
     )
     argv = [sys.executable, "-I", "-S", "-c", program]
-    return Launch(argv, variables, signal.SIGTERM, confinement.descriptors)
+    pipes = str(folder.pipes)
+    return Launch(argv, variables, signal.SIGTERM, pipes, inside, confinement.descriptors)
 
 
 def _others(folder: Folder) -> int:

@@ -11,6 +11,7 @@ import time
 import anyio
 from pydantic import BaseModel
 
+from fakes_sandbox import Unused
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.workspace import SandboxSpec
 from sostenuto.errors import PathError, SandboxError, ToolError
@@ -19,7 +20,7 @@ from sostenuto.tools.decorator import tool
 from sostenuto.types import Episode, Message
 
 
-class FakeSandbox:
+class FakeSandbox(Unused):
     """Files in a dict, and a shell that knows `cat`, `sleep`, `fail` and `break`."""
 
     def __init__(self) -> None:

@@ -1,11 +1,13 @@
 """What the sandbox tests share: backends by name, a root that every user can enter, and what was left."""
 
+import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -77,6 +79,16 @@ def supervisor_below(parent: int, root: Path) -> int:
     return supervisor
 
 
+def commands_inside(root: Path) -> list[str]:
+    """Command lines of the processes of the one sandbox under `root` that this process started."""
+    launcher = supervisor_below(os.getpid(), root)
+    found: list[str] = []
+    for pid in processes.descendants(launcher):
+        with suppress(OSError):
+            found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip())
+    return found
+
+
 def _environment(pid: int) -> bytes:
     with suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes()
@@ -89,3 +101,40 @@ async def nothing_left(root: Path) -> bool:
         while left_processes(root):  # noqa: ASYNC110 - processes of others set no event
             await anyio.sleep(0.01)
     return not left_processes(root)
+
+
+class CancelledAt:
+    """Awaits `work`, throwing a cancellation into it at each of the given awaits, counted from 0."""
+
+    def __init__(self, work: Coroutine[Any, Any, object], *awaits: int) -> None:
+        self._work = work
+        self._awaits = awaits
+        self.count = 0
+
+    def __await__(self) -> Generator[Any, Any, object]:
+        steps = self._work.__await__()
+        thrown: BaseException | None = None
+        while True:
+            try:
+                waited = steps.throw(thrown) if thrown else steps.send(None)
+            except StopIteration as stop:
+                return stop.value
+            thrown = None
+            self.count += 1
+            if self.count - 1 in self._awaits:
+                thrown = asyncio.CancelledError()
+                if waited is not None:
+                    waited.cancel()
+                continue
+            try:
+                yield waited
+            except BaseException as exc:  # noqa: BLE001 - handed on to the work
+                thrown = exc
+
+
+async def cancelled_at(work: Coroutine[Any, Any, object], *awaits: int) -> bool:
+    """Whether `work` had so many awaits that it was cancelled; it may have finished all the same."""
+    driven = CancelledAt(work, *awaits)
+    with suppress(asyncio.CancelledError):
+        await driven
+    return driven.count > awaits[0]

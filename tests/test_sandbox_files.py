@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from sandboxes import ALL, entries, running, sandbox_root
 from sostenuto.errors import ConfigError, PathError, SandboxError
 from sostenuto.sandbox.bubblewrap import BubblewrapBackend
-from sostenuto.sandbox.folders import remove_tree
+from sostenuto.sandbox.copying import Copying, copy_tree
 from sostenuto.sandbox.protocol import Blueprint
-from sostenuto.sandbox.workspace import copy_tree, read_file, write_file
+from sostenuto.sandbox.removal import remove_tree
+from sostenuto.sandbox.workspace import read_file, write_file
 
 each_backend = pytest.mark.parametrize("kind", ALL)
 
@@ -191,9 +192,7 @@ def test_copying_stops_when_it_is_asked_to(tmp_path: Path):
     for number in range(10):
         (source / str(number)).write_text("x")
     answers = iter([False, False, True])
-    fd = os.open(target, os.O_RDONLY)
-    copy_tree(source, fd, uid=None, stop=lambda: next(answers))
-    os.close(fd)
+    copy_tree(source, target, Copying(stop=lambda: next(answers)))
     assert len(list(target.iterdir())) == 2
 
 

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Coroutine, Generator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +15,9 @@ import pytest
 from sandboxes import (
     ALL,
     ISOLATING,
+    CancelledAt,
     backend_of,
+    cancelled_at,
     entries,
     left_processes,
     nothing_left,
@@ -34,43 +34,6 @@ from sostenuto.sandbox.protocol import Blueprint, Sandbox, SandboxLimits
 each_backend = pytest.mark.parametrize("kind", ALL)
 _MANY = 60
 """More awaits than any of the operations has; the test fails if that is no longer so."""
-
-
-class CancelledAt:
-    """Awaits `work`, throwing a cancellation into it at each of the given awaits, counted from 0."""
-
-    def __init__(self, work: Coroutine[Any, Any, object], *awaits: int) -> None:
-        self._work = work
-        self._awaits = awaits
-        self.count = 0
-
-    def __await__(self) -> Generator[Any, Any, object]:
-        steps = self._work.__await__()
-        thrown: BaseException | None = None
-        while True:
-            try:
-                waited = steps.throw(thrown) if thrown else steps.send(None)
-            except StopIteration as stop:
-                return stop.value
-            thrown = None
-            self.count += 1
-            if self.count - 1 in self._awaits:
-                thrown = asyncio.CancelledError()
-                if waited is not None:
-                    waited.cancel()
-                continue
-            try:
-                yield waited
-            except BaseException as exc:  # noqa: BLE001 - handed on to the work
-                thrown = exc
-
-
-async def cancelled_at(work: Coroutine[Any, Any, object], *awaits: int) -> bool:
-    """Whether `work` had so many awaits that it was cancelled; it may have finished all the same."""
-    driven = CancelledAt(work, *awaits)
-    with suppress(asyncio.CancelledError):
-        await driven
-    return driven.count > awaits[0]
 
 
 def template_of(folder: Path) -> Blueprint:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from fakes_sandbox import Unused
 from sostenuto.envs.declaration import declaration
 from sostenuto.envs.environment import bind
 from sostenuto.envs.storeroom import Record, Storeroom, StoreroomTask, held_out_tasks
@@ -25,7 +26,7 @@ TASK = StoreroomTask(
 )
 
 
-class FolderShell:
+class FolderShell(Unused):
     """Runs each command in a shell of its own in one folder, and remembers it."""
 
     def __init__(self, folder: Path) -> None:
