@@ -54,6 +54,38 @@ class Declaration:
         return (*steps, *(name for name, tool in self.tools.items() if not tool.tool.is_async))
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the workers of a class run in; nothing: as the server itself does."""
+
+    requirements: tuple[str, ...]
+    interpreter: str | None
+    """An absolute path."""
+
+
+def needs(cls: type[Environment[Any]]) -> Needs:
+    """What the class needs, or ConfigError for what cannot be given to pip or run."""
+    given: object = cls.requirements
+    interpreter = cls.interpreter
+    if not isinstance(given, list | tuple):
+        raise ConfigError(f"environment {cls.__name__}: `requirements` is {given!r}; make it a tuple of str")
+    requirements = cast("tuple[object, ...]", tuple(given))
+    for requirement in requirements:
+        if not isinstance(requirement, str) or not requirement.strip() or requirement.startswith("-"):
+            raise ConfigError(
+                f"environment {cls.__name__}: `requirements` has {requirement!r}; write each as pip has it, "
+                'such as "numpy==2.1.0"; options of pip go into its configuration'
+            )
+    if interpreter is None:
+        return Needs(cast("tuple[str, ...]", requirements), None)
+    if requirements:
+        raise ConfigError(
+            f"environment {cls.__name__} has `requirements` and `interpreter`; keep one of them"
+        )
+    # Not resolved: the python of a virtual environment is a link to another's.
+    return Needs((), str(author_file(cls).absolute().parent / Path(interpreter).expanduser()))
+
+
 @cache
 def declaration(cls: type[Environment[Any]]) -> Declaration:
     """Read the class, or raise ConfigError that names what it lacks and the remedy."""
@@ -67,6 +99,7 @@ def declaration(cls: type[Environment[Any]]) -> Declaration:
     if not isinstance(system, str):
         raise ConfigError(f"environment {cls.__name__}: `system` is not a str but {type(system).__name__}")
     _sandbox(cls)
+    needs(cls)
     tools = {
         name: DeclaredTool(read_tool(function), attribute)
         for name, (attribute, function) in tool_functions(cls).items()

@@ -59,6 +59,17 @@ class Environment(Generic[TaskT]):
     tools: Sequence[Callable[..., Any]] = ()
     """Plain functions under `@tool`, besides the class's own methods."""
 
+    requirements: Sequence[str] = ()
+    """As pip has them, such as "numpy==2.1.0": its workers then run in a virtual environment that has these.
+
+    What only that has is imported inside methods, since the class itself is read elsewhere, too.
+    """
+    interpreter: str | None = None
+    """Instead of requirements: the python of a virtual environment that has sostenuto and all else.
+
+    An absolute path, or one relative to the file of the class.
+    """
+
     task: TaskT
     seed: int
     """Of this program; programs of one group differ in it."""

@@ -13,11 +13,13 @@ from time import monotonic
 from typing import Any, TypeVar
 
 import anyio
+import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
+from sostenuto.envs.bounding import Bounding
 from sostenuto.envs.flights import Flight, Flights
 from sostenuto.envs.frames import (
     Call,
@@ -37,7 +39,7 @@ from sostenuto.envs.opening import encodable
 from sostenuto.envs.process import WorkerProcess
 from sostenuto.envs.program import CLOSE_S, SETTLE_S
 from sostenuto.envs.verdict import Verdict
-from sostenuto.errors import ConfigError, EnvironmentFailure, ToolServerError
+from sostenuto.errors import ConfigError, EnvironmentFailure, ProgramError, ToolServerError
 from sostenuto.sandbox.protocol import Sandbox
 from sostenuto.tools.host import EnvironmentFacts
 from sostenuto.tools.wire import (
@@ -94,13 +96,16 @@ class Loaded:
 class WorkerHost:
     """Lives while its `run` does; `alive` turns False at the first sign of its end."""
 
-    def __init__(self, worker: WorkerProcess, config: HostConfig) -> None:
+    def __init__(self, worker: WorkerProcess, config: HostConfig, bounding: Bounding) -> None:
         self._worker = worker
         self._config = config
+        self._bounding = bounding
         self._loaded: dict[tuple[str | None, str | None, bytes], Loaded] = {}
         self._loading = anyio.Lock()
         self._programs: dict[ProgramId, Loaded] = {}
         self._culprit: Flight | None = None
+        self._excess: ProgramError | None = None
+        """Set once the worker has used more memory than it may."""
         self._to_start = asyncio.Queue[tuple[Callable[..., Coroutine[Any, Any, None]], tuple[object, ...]]]()
         self._flights = Flights(config.grace_s, lambda flight: self._start_soon(self._overdue, flight))
         self._channel = Channel(self._receive, self._flights.settle, self._lost)
@@ -190,6 +195,7 @@ class WorkerHost:
         async with anyio.create_task_group() as group:
             group.start_soon(self._worker.follow, self._config.redact)
             group.start_soon(self._start_tasks, group)
+            group.start_soon(self._watch_memory)
             try:
                 await self._connect()
                 task_status.started()
@@ -214,11 +220,28 @@ class WorkerHost:
         config = self._config
         self._channel.send(Hello(self._channel.next_id(), config.secrets, config.import_paths))
 
+    async def _watch_memory(self) -> None:
+        if self._bounding.memory_bytes is not None:
+            await self._bounding.until_exceeded(self.pid)
+            self._blame_memory()
+            self._lost()
+
+    def _blame_memory(self) -> None:
+        """The environment's failure where only one is here; whose it is among several cannot be told."""
+        names = {loaded.name for loaded in self._programs.values()}
+        alone = len(names) + self._loading.locked() <= 1
+        kind = EnvironmentFailure if alone else ToolServerError
+        what = f"environment {', '.join(sorted(names))}" if names else "the environment"
+        self._excess = kind(f"{what} used more than {self._bounding.memory_bytes} bytes of memory")
+
     async def _bury(self) -> None:
         """End the process group, fail what was under way, give back what was lent."""
         self.alive = False
         self._worker.kill()
         await self._worker.process.wait()
+        if self._excess is None and self._bounding.is_exceeded(self.pid):
+            self._blame_memory()
+        await anyio.to_thread.run_sync(self._bounding.remove)
         # What it wrote last is on its way through the pipe.
         await anyio.sleep(0.05)
         self._channel.fail_waiting(self._why)
@@ -229,6 +252,8 @@ class WorkerHost:
     def _why(self, flight_id: int) -> Exception:
         """What became of one request when the worker ended."""
         what = self._flights.describe(flight_id)
+        if self._excess is not None:
+            return type(self._excess)(f"{what}: {self._excess}")
         if self._culprit is not None and self._culprit.id == flight_id:
             return EnvironmentFailure(
                 f"{what}: {self._overrun(self._culprit)}, and nothing but the end of its worker stops it; "
@@ -237,6 +262,8 @@ class WorkerHost:
         return ToolServerError(f"{what}: {self._ending()}")
 
     def _ending(self) -> str:
+        if self._excess is not None:
+            return str(self._excess)
         if self._culprit is None:
             return f"the worker ended: {self._worker.epitaph()}"
         overrun = self._overrun(self._culprit)
@@ -315,7 +342,8 @@ class WorkerHost:
 
     async def _ask(self, frame: Request, flight: Flight, decoder: msgspec.msgpack.Decoder[T]) -> T:
         if not self.alive:
-            raise ToolServerError(f"{flight}: {self._ending()}")
+            kind = type(self._excess) if self._excess else ToolServerError
+            raise kind(f"{flight}: {self._ending()}")
         future = self._channel.post(frame)
         self._flights.add(flight)
         return await self._channel.answer(frame.id, future, decoder)

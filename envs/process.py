@@ -8,9 +8,8 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import getLogger
@@ -73,8 +72,11 @@ class WorkerProcess:
         log.info("worker %d: %s", self.pid, line)
 
 
-async def start_process() -> WorkerProcess:
-    """Start a worker that serves our end of a new socket pair."""
+async def start_process(python: str, entering: Sequence[str] = ()) -> WorkerProcess:
+    """Start a worker under this interpreter that serves our end of a new socket pair.
+
+    `entering`: what comes before its command line, so that a cgroup bounds it.
+    """
     ours, theirs = socket.socketpair()
     page_fd = os.memfd_create("sostenuto-occupancy", os.MFD_CLOEXEC)
     try:
@@ -82,7 +84,7 @@ async def start_process() -> WorkerProcess:
         page = Page(page_fd)
         arguments = (str(theirs.fileno()), str(page_fd), str(os.getpid()))
         process = await anyio.open_process(
-            [sys.executable, "-P", "-m", "sostenuto.envs.worker", *arguments],
+            [*entering, python, "-P", "-m", "sostenuto.envs.worker", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import JsonValue
 
-from sostenuto.envs.declaration import declaration, note_author_file
+from sostenuto.envs.declaration import declaration, needs, note_author_file
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.pickling import dumps, loads
 from sostenuto.errors import ConfigError, nearest
@@ -69,8 +69,13 @@ def environment_ref(cls: type[Environment[Any]], **options: JsonValue) -> Enviro
     declaration(cls)
     _check_options(cls, options)
     path = f"{cls.__module__}:{cls.__qualname__}"
+    needed = needs(cls)
+    ref = EnvironmentRef(
+        name=cls.__name__, options=options,
+        requirements=needed.requirements, interpreter=needed.interpreter,
+    )  # fmt: skip
     if _is_importable(cls):
-        return EnvironmentRef(name=cls.__name__, import_path=path, options=options)
+        return ref.model_copy(update={"import_path": path})
     note_author_file(cls)
     try:
         pickled = base64.b64encode(dumps(cls)).decode()
@@ -80,7 +85,7 @@ def environment_ref(cls: type[Environment[Any]], **options: JsonValue) -> Enviro
             f"environment {path} cannot be sent by value ({type(error).__name__}: {error}); "
             "move it into a module, or open what it refers to inside its methods"
         ) from error
-    return EnvironmentRef(name=cls.__name__, pickled=pickled, options=options)
+    return ref.model_copy(update={"pickled": pickled})
 
 
 def load_environment(ref: EnvironmentRef) -> LoadedEnvironment:

@@ -58,6 +58,10 @@ class Cgroup:
         return self._memory is not None
 
     @property
+    def bounds_cpus(self) -> bool:
+        return "cpu" in self._of
+
+    @property
     def can_freeze(self) -> bool:
         return self._v2 is not None
 

@@ -38,6 +38,10 @@ class EnvironmentRef(Wire):
     """Base64 of a cloudpickle of the class, for classes of a script or a notebook."""
     options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Passed to the class as keyword arguments."""
+    requirements: tuple[str, ...] = ()
+    """What pip installs into the virtual environment of its workers; none: they run as the server does."""
+    interpreter: str | None = None
+    """Absolute path of the python that runs its workers, instead of requirements."""
 
 
 class ToolSchema(Wire):
