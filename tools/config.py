@@ -25,6 +25,18 @@ class ServerConfig(BaseModel):
     starts_at_once: int = Field(default=4, gt=0)
     """Sandboxes that may be starting at the same time."""
 
+    cpus: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """What running calls may claim of processors together; None: all that this machine lets us have."""
+
+    memory_bytes: int | None = Field(default=None, gt=0)
+    """What running calls may claim of memory together; None: all that this machine lets us have."""
+
+    queue_limit: int = Field(default=1000, gt=0)
+    """Calls that may wait at one queue; more are refused, with a time to try again."""
+
+    queue_patience_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    """Waiting so long makes up for one step of priority, and ends being passed for want of memory."""
+
     release_s: float = Field(default=10.0, gt=0)
     """Given to each of the two steps of a release: closing the environment, stopping the sandbox."""
 

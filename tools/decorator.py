@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from types import FunctionType
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from sostenuto.errors import ConfigError
+from sostenuto.tools.limits import read_limits
+from sostenuto.tools.wire import ToolLimits
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,6 +22,17 @@ _MARK = "__sostenuto_tool__"
 _places = count()
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+
+
+class LimitOptions(TypedDict, total=False):
+    """See `sostenuto.tools.wire.ToolLimits`."""
+
+    queue: str
+    concurrency: int
+    rate_per_s: float
+    burst: int
+    cpus: float
+    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +43,7 @@ class ToolOptions:
     timeout_s: float
     output_bytes: int
     serial: bool
+    limits: ToolLimits
     place: int
     """Tools defined later have higher ones."""
 
@@ -40,7 +54,12 @@ def tool(function: F, /) -> F: ...
 
 @overload
 def tool(
-    *, timeout_s: float = 30.0, output_bytes: int = 16384, serial: bool = False, name: str | None = None
+    *,
+    timeout_s: float = 30.0,
+    output_bytes: int = 16384,
+    serial: bool = False,
+    name: str | None = None,
+    **limits: Unpack[LimitOptions],
 ) -> Callable[[F], F]: ...
 
 
@@ -52,11 +71,14 @@ def tool(
     output_bytes: int = 16384,
     serial: bool = False,
     name: str | None = None,
+    **limits: Unpack[LimitOptions],
 ) -> F | Callable[[F], F]:
     """Offer a sync or async function to the policy under its own or the given name.
 
     At `timeout_s` the call ends and the policy reads that it did; output beyond `output_bytes` loses its
-    middle; of a program's `serial` tools one runs at a time.  ConfigError says what is wrong with it.
+    middle; of a program's `serial` tools one runs at a time.  Calls of all programs keep to `limits`: at most
+    `concurrency` at a time, `rate_per_s` starts a second with up to `burst` at once, both shared by tools of
+    one `queue`; each claims `cpus` and `memory_bytes` of the server.  ConfigError says what is wrong with it.
     """
 
     def mark(target: F) -> F:
@@ -66,6 +88,7 @@ def tool(
             timeout_s,
             output_bytes,
             serial,
+            read_limits(limits, f"tool {where}"),
             next(_places),
         )
         _check_options(options, where)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sostenuto.sandbox.protocol import Blueprint, Sandbox
+from sostenuto.tools.remote.declared import Remote
 from sostenuto.tools.wire import (
     CallRequest,
     EnvironmentRef,
@@ -30,6 +31,8 @@ class EnvironmentFacts:
     blueprint: Blueprint | None
     """None: the environment has no sandbox."""
     tools: tuple[ToolSchema, ...]
+    remote: tuple[Remote, ...] = ()
+    """Tools that other services offer; the tool server calls them itself."""
 
 
 class Host(Protocol):

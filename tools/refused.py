@@ -7,6 +7,7 @@ from sostenuto.errors import (
     Blame,
     ConfigError,
     EnvironmentFailure,
+    Overloaded,
     PathError,
     PolicyError,
     ProgramError,
@@ -32,6 +33,7 @@ NAMED: Mapping[str, type[SostenutoError]] = MappingProxyType(
         for kind in (
             ConfigError,
             EnvironmentFailure,
+            Overloaded,
             PathError,
             PolicyError,
             SandboxError,
@@ -55,6 +57,8 @@ def status_of(error: SostenutoError) -> int:
     """4xx when the request or what it names is at fault, else 5xx."""
     if isinstance(error, Refused):
         return error.status
+    if isinstance(error, Overloaded):
+        return 429
     if isinstance(error, PathError) and isinstance(error.__cause__, FileNotFoundError):
         return 404
     if isinstance(error, ConfigError | PathError):
@@ -70,10 +74,13 @@ def blame_of(error: SostenutoError) -> Blame | None:
 def refusal(error: SostenutoError) -> Refusal:
     """The error as it goes over the wire, under the nearest name that the other side knows."""
     name = next((base.__name__ for base in type(error).__mro__ if base.__name__ in NAMED), "ToolServerError")
-    return Refusal(error=name, message=str(error), blame=blame_of(error))
+    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else None
+    return Refusal(error=name, message=str(error), blame=blame_of(error), retry_after_s=retry_after_s)
 
 
 def raised(refusal: Refusal) -> SostenutoError:
     """The error that a refusal stands for: by its name, else by its blame."""
     kind = NAMED.get(refusal.error) or BLAMED[refusal.blame or Blame.INFRASTRUCTURE]
+    if kind is Overloaded:
+        return Overloaded(refusal.message, retry_after_s=refusal.retry_after_s)
     return kind(refusal.message)

@@ -9,8 +9,9 @@ import re
 from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 
-from sostenuto.errors import ConfigError
+from sostenuto.errors import ConfigError, nearest
 
+_PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 SHORTEST_CHARS = 6
 """A shorter value, or piece of one, is ordinary text too often."""
 
@@ -26,6 +27,7 @@ class Secrets:
                     f"secret {name}: its value has {len(value)} characters; give at least {SHORTEST_CHARS}, "
                     "a shorter one cannot be told from ordinary text"
                 )
+        self._value_of = dict(values)
         self._name_of = {value: name for name, value in values.items()}
         self._name_of_piece = {
             piece: name for name, value in values.items() for piece in _pieces(value)
@@ -37,6 +39,19 @@ class Secrets:
     @property
     def values(self) -> Collection[str]:
         return self._name_of.keys()
+
+    def fill(self, text: str, where: str) -> str:
+        """The text with that secret's value for every `${NAME}`, or a ConfigError that begins with `where`."""
+
+        def value(found: re.Match[str]) -> str:
+            if found[1] not in self._value_of:
+                raise ConfigError(
+                    f"{where}: secret {found[1]!r} was not given to the tool server; "
+                    f"{nearest(found[1], list(self._value_of))}"
+                )
+            return self._value_of[found[1]]
+
+        return _PLACEHOLDER.sub(value, text)
 
     def redact(self, text: str) -> str:
         """The text with every value replaced by its name."""

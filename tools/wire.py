@@ -44,6 +44,23 @@ class EnvironmentRef(Wire):
     """Absolute path of the python that runs its workers, instead of requirements."""
 
 
+class ToolLimits(Wire):
+    """What the calls of one tool may use together, over all programs; None: as much as there is."""
+
+    queue: str | None = None
+    """Tools that name the same one share its concurrency and rate; None: the tool has one of its own."""
+    concurrency: int | None = Field(default=None, gt=0)
+    """Calls that run at the same time."""
+    rate_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Starts a second."""
+    burst: int = Field(default=1, gt=0)
+    """Starts that may come at once after a quiet time; only with a rate."""
+    cpus: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Claimed by one call while it runs."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """Claimed by one call while it runs, if its last ones did not take more."""
+
+
 class ToolSchema(Wire):
     """One tool as the model is told of it."""
 
@@ -53,8 +70,12 @@ class ToolSchema(Wire):
     """JSON Schema of the arguments object."""
     timeout_s: float
     serial: bool = False
+    idempotent: bool = False
+    """Running it again under the same call id does no harm."""
     output_bytes: int | None = Field(default=None, gt=0)
     """Cap of its observations; None: the tool server's."""
+    limits: ToolLimits = ToolLimits()
+    """Not told to the model."""
 
     def as_function(self) -> dict[str, JsonValue]:
         """In the form that chat templates take."""
@@ -89,7 +110,12 @@ class CallRequest(Wire):
     arguments: str
     """JSON text as the policy wrote it."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """When the server ends the call, whatever the tool's own deadline is; its result is then a TIMEOUT."""
+    """When the server ends the call, whatever the tool's own deadline is; its result is then a TIMEOUT.
+
+    Waiting for its turn counts; the tool's own deadline begins with the turn.
+    """
+    priority: int = Field(default=0, ge=-100, le=100)
+    """Of the program: smaller ones have their turn first."""
 
 
 class RewardRequest(Wire):
@@ -143,3 +169,5 @@ class Refusal(Wire):
     """Type of the error, as in sostenuto.errors."""
     message: str
     blame: Blame | None = None
+    retry_after_s: float | None = None
+    """Of one that says that too much waits: when to ask again."""

@@ -74,7 +74,12 @@ class ToolServerError(ProgramError):
 
 
 class Overloaded(ProgramError):  # noqa: N818 - reads as the fact it states
-    """Too much waits already.  Nothing of the program was begun."""
+    """Too much waits already.  Nothing of what was asked for was begun."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        """`retry_after_s`: when it may be worth asking again."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EnvironmentFailure(ProgramError):  # noqa: N818 - EnvironmentError is a builtin

@@ -181,6 +181,8 @@ class ToolResult:
     elapsed_s: float = 0.0
     done: bool = False
     """The environment says that the task is over."""
+    queued_s: float = 0.0
+    """Waited for its turn at the tool; not in `elapsed_s`."""
 
 
 @dataclass(frozen=True, slots=True)
