@@ -103,7 +103,7 @@ class _Bounded(io.RawIOBase):
         super().__init__()
         self._source = source
         self._total_bytes = total_bytes + MOST_MEMBERS * _BLOCK_BYTES
-        self._allowed_bytes = 0
+        self._allowed_bytes = _HEADER_BYTES  # the first header is read as the archive is opened
 
     def allow(self, count: int) -> None:
         self._allowed_bytes = count
@@ -179,8 +179,10 @@ def pack(workspace: int, path: str, max_bytes: int) -> bytes:
         name = walk.to_any()
         if name is None:
             packing.add_content(walk.here, "", 0)
-        else:
+        elif stat.S_ISREG(os.stat(name, dir_fd=walk.here, follow_symlinks=False).st_mode):
             packing.add(walk.here, name, name, 0)
+        else:
+            raise PathError(f"{path!r} is not a regular file")
     return packing.finish()
 
 
@@ -216,8 +218,6 @@ class _Packing:
             self._put(called, facts, tarfile.SYMTYPE, link=os.readlink(name, dir_fd=folder))
         elif stat.S_ISREG(facts.st_mode):
             self._add_file(folder, name, called)
-        elif depth == 0 and called == name:
-            raise PathError(f"{name!r} is not a regular file")
 
     def _add_file(self, folder: int, name: str, called: str) -> None:
         fd = os.open(name, _READ, dir_fd=folder)

@@ -21,6 +21,7 @@ from sostenuto.errors import SandboxError, Unsupported
 from sostenuto.sandbox import seccomp, system
 from sostenuto.sandbox.execution import spawner_script
 from sostenuto.sandbox.folders import MARKER, Folder, Origin
+from sostenuto.sandbox.idmapped import Shown
 from sostenuto.sandbox.layers import Layers
 from sostenuto.sandbox.local import Launch, LocalSandbox, check_blueprint, start_local
 from sostenuto.sandbox.protocol import Blueprint, Probe, Snapshot
@@ -84,7 +85,7 @@ class BubblewrapBackend:
         self._root = root.absolute()
         self._changes_user = system.sandbox_uid() is not None and shutil.which("setpriv") is not None
         self._snapshots = Snapshots(self._root, self.name)
-        self._layers = Layers(maps_owner=False)
+        self._layers = Layers(maps_owner=self._changes_user)
 
     @property
     def name(self) -> str:
@@ -105,6 +106,7 @@ class BubblewrapBackend:
         if probe.works or not self._changes_user:
             return probe
         self._changes_user = False
+        self._layers = Layers(maps_owner=False)
         return await try_out(self, self.isolation, self._remedy)
 
     def _remedy(self, said: str) -> str:
@@ -133,10 +135,8 @@ class BubblewrapBackend:
 
     async def _refusal(self, origin: Origin) -> str:
         """Why the workspace is to start as a copy; empty when layers are worth trying."""
-        if self._changes_user:
-            return "a sandbox's own user does not own the template"
         if origin.template is None:
-            return self._layers.refusal(self._root)
+            return ""
         return await anyio.to_thread.run_sync(self._layers.refusal, origin.template)
 
     async def _start_copied(
@@ -183,14 +183,24 @@ def _plan(blueprint: Blueprint, origin: Origin, folder: Folder) -> Launch:
         "/bin/sh", "-c", guard_script(blueprint, INSIDE, spawner_script(_PIPES, folder.token)),
     ]  # fmt: skip
     variables = system.environment(blueprint, home=INSIDE, tmp="/tmp")
-    return Launch(argv, variables, signal.SIGKILL, _PIPES, INSIDE, (filter_fd,))
+    shown = _shown(origin, folder)
+    return Launch(argv, variables, signal.SIGKILL, _PIPES, INSIDE, (filter_fd,), shown)
 
 
 def _workspace(origin: Origin, folder: Folder) -> list[str]:
     if not origin.layered:
         return ["--bind", str(folder.workspace), INSIDE]
-    below = [word for path in origin.lowers for word in ("--overlay-src", str(path))]
+    paths = [one.at for one in _shown(origin, folder)] or origin.lowers
+    below = [word for path in paths for word in ("--overlay-src", str(path))]
     return [*below, "--overlay", str(folder.workspace), str(folder.work), INSIDE]
+
+
+def _shown(origin: Origin, folder: Folder) -> tuple[Shown, ...]:
+    """The layers as those of the sandbox's own user, if it has one."""
+    if folder.uid is None or not origin.layered:
+        return ()
+    places = zip(origin.lowers, folder.lowers, strict=False)
+    return tuple(Shown(source, at, folder.uid) for source, at in places)
 
 
 def _user(uid: int | None) -> list[str]:
@@ -226,11 +236,13 @@ def _system() -> list[str]:
 
 
 def _private(blueprint: Blueprint) -> list[str]:
-    tmp_bytes = str(blueprint.limits.memory_bytes)
+    # What is written there is memory of the sandbox: full, it must leave room for the processes.
+    tmp_bytes = str(blueprint.limits.memory_bytes // 2)
+    shm_bytes = str(min(_SHM_BYTES, blueprint.limits.memory_bytes // 4))
     return [
         "--proc", "/proc",
         "--dev", "/dev",
-        "--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm",
+        "--perms", "1777", "--size", shm_bytes, "--tmpfs", "/dev/shm",
         "--remount-ro", "/dev",
         "--perms", "1777", "--size", tmp_bytes, "--tmpfs", "/tmp",
     ]  # fmt: skip

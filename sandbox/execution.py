@@ -87,7 +87,7 @@ class Spawner:
     def _belonging(self, token: str, tree: list[int]) -> list[int]:
         words = f"{self._inside}/{token}.sh", f"{_VARIABLE}={token}"
         named = [pid for pid in tree if processes.has_word(pid, *words)]
-        sessions = {session for pid in named if (session := processes.session(pid)) in tree}
+        sessions = {pid for pid in named if processes.session(pid) == pid}
         below = [child for pid in named for child in processes.descendants(pid)]
         return [*{*named, *below, *(pid for pid in tree if processes.session(pid) in sessions)}]
 

@@ -4,6 +4,7 @@
         owner.json                    name, backend, pid, start time, boot, for people and for `reclaim`
         workspace/                    what the sandbox writes, and sees where nothing is mounted below it
         work/                         of the kernel, where the workspace is the upper layer of an overlay
+        below0/ below1/               where the layers below it are shown, see `idmapped`
         tmp/                          its private temporary folder, where the backend has no tmpfs
         pipes/                        of programs that run beside the shell, see `execution`
     ROOT/snapshot.TOKEN/              one snapshot; its owner.json alone says who owns it, see `snapshots`
@@ -82,6 +83,7 @@ class Folder:
         self.path = path
         self.workspace = path / "workspace"
         self.work = path / "work"
+        self.lowers = [path / "below0", path / "below1"]
         self.tmp = path / "tmp"
         self.pipes = path / "pipes"
         self.token = secrets.token_hex(16)
@@ -106,6 +108,8 @@ class Folder:
                 part.mkdir(mode=0o700)
                 if uid is not None:
                     os.chown(part, uid, uid)
+            for part in folder.lowers if uid is not None else []:
+                part.mkdir()
             folder.pipes.mkdir(mode=0o311)
         except OSError as exc:
             folder.remove()
@@ -115,8 +119,9 @@ class Folder:
     def fill(self, origin: Origin) -> None:
         """Put what is not mounted into the workspace; stops early when the folder is being removed."""
         with self._lock:
-            for source in () if origin.layered else origin.lowers:
+            for source in origin.lowers:
                 self._check_outside(source)
+            for source in () if origin.layered else origin.lowers:
                 how = Copying(self.uid, template=source == origin.template, stop=lambda: self._closed)
                 copy_tree(source, self.workspace, how)
             if not origin.layered:

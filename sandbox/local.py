@@ -8,18 +8,22 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
 
-from sostenuto.errors import ConfigError, SandboxError, Unsupported
-from sostenuto.sandbox import archives, processes, usage, workspace
+from sostenuto.errors import ConfigError, SandboxError
+from sostenuto.sandbox import archives, idmapped, processes, usage, workspace
 from sostenuto.sandbox.channel import Channel
 from sostenuto.sandbox.execution import Spawner
 from sostenuto.sandbox.folders import MARKER, Folder, Origin, end_marked
+from sostenuto.sandbox.grouping import Grouping
 from sostenuto.sandbox.protocol import Blueprint, SandboxUsage, ShellResult, Snapshot
 from sostenuto.sandbox.shell import SHELLS, PersistentShell
 from sostenuto.sandbox.snapshots import Snapshots
@@ -46,6 +50,8 @@ class Launch:
     """Where it sees its workspace."""
     descriptors: tuple[int, ...] = field(default=())
     """Passed on to the launcher and closed here once it runs."""
+    shown: tuple[idmapped.Shown, ...] = field(default=())
+    """What the launcher is to find at other places and under another owner."""
 
 
 class LocalSandbox:
@@ -63,6 +69,8 @@ class LocalSandbox:
         self._spawner = Spawner(folder.pipes, folder.token, folder.uid)
         self._launcher: subprocess.Popen[bytes] | None = None
         self._launch: Launch | None = None
+        self._grouping: Grouping | None = None
+        self._launching = threading.Lock()
         self._pidfds: list[int] = []
         """pidfds of the launcher and its children: readable when the whole sandbox is dead."""
         self._shell: PersistentShell | None = None
@@ -70,7 +78,6 @@ class LocalSandbox:
         self._standing = anyio.Lock()
         """Held by whoever makes it stand still, or go on."""
         self._copied_bytes = 0
-        self._peak_memory_bytes = 0
         self._stopping = anyio.Lock()
         self._gone = False
 
@@ -83,9 +90,21 @@ class LocalSandbox:
             await anyio.to_thread.run_sync(self._folder.fill, self._origin)
             self._copied_bytes = sum(map(usage.disk_bytes, self._origin.lowers))
 
-    def launch(self, launch: Launch) -> None:
+    async def launch(self, launch: Launch) -> None:
+        if launch.shown:
+            await anyio.to_thread.run_sync(self._start, launch)
+        else:
+            self._start(launch)
+
+    def _start(self, launch: Launch) -> None:
         try:
-            self._spawn(launch)
+            with self._launching:
+                if self._gone:
+                    raise SandboxError(f"sandbox {self._name!r} was given up")
+                self._launch = launch
+                self._grouping = Grouping(self._limits)
+                spawn = partial(self._spawn, launch)
+                self._launcher = idmapped.launch_over(launch.shown, spawn) if launch.shown else spawn()
         except OSError as exc:
             raise SandboxError(f"sandbox {self._name!r}: {launch.argv[0]}: {exc}") from exc
         finally:
@@ -93,13 +112,16 @@ class LocalSandbox:
                 os.close(fd)
             self._channel.close_far_ends()
 
-    def _spawn(self, launch: Launch) -> None:
+    def _spawn(self, launch: Launch) -> "subprocess.Popen[bytes]":
         stdin, stdout, stderr = self._channel.far_ends
-        self._launch = launch
-        self._launcher = subprocess.Popen(
-            launch.argv, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=launch.descriptors,
+        return subprocess.Popen(
+            [*self._entering(), *launch.argv],
+            stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=launch.descriptors,
             env=launch.environment | {MARKER: str(self._folder.path)}, cwd="/", start_new_session=True,
         )  # fmt: skip
+
+    def _entering(self) -> list[str]:
+        return self._grouping.entering if self._grouping else []
 
     async def start_shell(self) -> None:
         """Raises SandboxError with the launcher's own words when it gave up."""
@@ -114,17 +136,27 @@ class LocalSandbox:
         if self._origin.layered:
             enter, pid = self._folder.enter, shell.host_pid()
             await anyio.to_thread.run_sync(enter, pid, self._launch.workspace, self._origin.files)
+            await anyio.to_thread.run_sync(idmapped.withdraw, self._launch.shown)
 
     async def shell(self, command: str, *, timeout_s: float, output_bytes: int = 65536) -> ShellResult:
         self._check_awake()
-        return await self._running().run(command, timeout_s, output_bytes)
+        return await self._counted(self._running().run(command, timeout_s, output_bytes))
 
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, output_bytes: int = 65536
     ) -> ShellResult:
         self._check_awake()
         self._running()
-        return await self._spawner.run(argv, stdin, timeout_s, output_bytes)
+        return await self._counted(self._spawner.run(argv, stdin, timeout_s, output_bytes))
+
+    async def _counted(self, running: Coroutine[Any, Any, ShellResult]) -> ShellResult:
+        """Whoever ran while the kernel ended a process for want of memory is told so."""
+        before = self._kills()
+        result = await running
+        return replace(result, out_of_memory=True) if self._kills() > before else result
+
+    def _kills(self) -> int:
+        return self._grouping.out_of_memory_kills() if self._grouping else 0
 
     def _check_awake(self) -> None:
         if self._paused:
@@ -175,16 +207,23 @@ class LocalSandbox:
         async with self._standing:
             self._running()
             self._paused = True
-            self._signal(processes.freeze)
+            self._stand()
 
     async def reclaim(self) -> None:
-        """Nothing here moves memory out: see `cgroups` for what does."""
-        raise Unsupported(f"sandbox {self._name!r}: its memory cannot be moved out without a cgroup")
+        async with self._standing:
+            self._running()
+            assert self._grouping is not None
+            self._grouping.check_moves_out()
+            self._paused = True
+            self._stand()
+            await anyio.to_thread.run_sync(self._grouping.move_out)
 
     async def resume(self) -> None:
         async with self._standing:
             self._running()
-            self._signal(processes.thaw)
+            if self._grouping is not None:
+                self._grouping.let_back()
+            self._go_on()
             self._paused = False
 
     async def snapshot(self) -> Snapshot:
@@ -192,38 +231,40 @@ class LocalSandbox:
             self._running()
             taking = self._snapshots.begin(self._name, self._folder, self._origin)
             try:
-                self._signal(processes.freeze)
+                self._stand()
                 return await anyio.to_thread.run_sync(taking.run)
             except BaseException:
                 taking.give_up()
                 raise
             finally:
                 if not self._paused and not self._gone:
-                    self._signal(processes.thaw)
+                    self._go_on()
 
     async def usage(self) -> SandboxUsage:
         self._running()
         return await anyio.to_thread.run_sync(self._usage)
 
     def _usage(self) -> SandboxUsage:
-        tree = processes.descendants(self._launcher.pid) if self._launcher is not None else []
-        memory_bytes = usage.memory_bytes(tree)
-        self._peak_memory_bytes = max(self._peak_memory_bytes, memory_bytes)
+        assert self._launcher is not None
+        assert self._grouping is not None
+        tree = processes.descendants(self._launcher.pid)
+        memory_bytes, peak_bytes = self._grouping.memory_bytes(tree)
         written_bytes = usage.disk_bytes(self._folder.workspace) + usage.disk_bytes(self._folder.tmp)
         return SandboxUsage(
             memory_bytes,
-            self._peak_memory_bytes,
-            usage.cpu_s(tree),
+            peak_bytes,
+            self._grouping.cpu_s(tree),
             len(tree),
             max(0, written_bytes - self._copied_bytes),
         )
 
-    def _signal(self, sweep: Callable[[int], object]) -> None:
+    def _stand(self) -> None:
+        if self._launcher is not None and self._grouping is not None:
+            self._grouping.stop(self._launcher.pid)
+
+    def _go_on(self) -> None:
         if self._launcher is not None:
-            try:
-                sweep(self._launcher.pid)
-            except TimeoutError as exc:
-                raise SandboxError(f"sandbox {self._name!r}: {exc}") from exc
+            processes.thaw(self._launcher.pid)
 
     async def stop(self) -> None:
         try:
@@ -242,16 +283,23 @@ class LocalSandbox:
             for fd in self._pidfds:
                 await anyio.wait_readable(fd)
         self._reap()
-        await anyio.to_thread.run_sync(self._folder.remove)
+        await anyio.to_thread.run_sync(self._remove)
         self._gone = True
+
+    def _remove(self) -> None:
+        """The cgroup last: if a process in it cannot be ended, the rest is gone all the same."""
+        self._folder.remove()
+        if self._grouping is not None:
+            self._grouping.remove()
 
     def end_now(self) -> None:
         """What `stop` does, without an await: for ways out on which nothing more can be awaited."""
-        if not self._gone:
+        with self._launching:
+            gone, self._gone = self._gone, True
+        if not gone:
             self._kill()
             self._reap()
-            self._folder.remove()
-            self._gone = True
+            self._remove()
 
     def _kill(self) -> None:
         launcher = self._launcher
@@ -307,7 +355,7 @@ async def start_local(
         snapshots.borrow(origin, folder)
         sandbox = LocalSandbox(name, blueprint, folder, origin, snapshots)
         await sandbox.fill()
-        sandbox.launch(plan(folder))
+        await sandbox.launch(plan(folder))
         await sandbox.start_shell()
     except BaseException:
         if sandbox is not None:

@@ -26,9 +26,10 @@ import anyio
 
 from sostenuto.errors import SandboxError
 from sostenuto.sandbox import processes
+from sostenuto.sandbox.cgroups import find_cgroups
 from sostenuto.sandbox.channel import Channel
 from sostenuto.sandbox.output import HeadTail
-from sostenuto.sandbox.protocol import Blueprint, ShellResult
+from sostenuto.sandbox.protocol import Blueprint, SandboxLimits, ShellResult
 
 SHELLS = {"sh": "/bin/sh", "bash": "bash --noprofile --norc"}
 _COMMAND_BYTES = 1 << 20
@@ -51,7 +52,7 @@ def guard_script(blueprint: Blueprint, folder: str, spawner: str, *, others: int
     return (
         f"cd {shlex.quote(folder)} || exit; exec 9>&2 8>&1 2>&1; "
         f"ulimit -c 0; ulimit -t {limits.cpu_s}; ulimit -f {limits.file_bytes // 512}; "
-        f"ulimit -n {limits.open_files}; ulimit -v {limits.memory_bytes // 1024}; "
+        f"ulimit -n {limits.open_files}; {_address_space(limits)}"
         # The option is -p in dash and busybox, -u in bash.
         f"ulimit -p {tasks} 2>/dev/null || ulimit -u {tasks}; {spawner}; "
         'while read -r word number; do [ "$word" = go ] || continue; '
@@ -59,9 +60,17 @@ def guard_script(blueprint: Blueprint, folder: str, spawner: str, *, others: int
     )
 
 
+def _address_space(limits: SandboxLimits) -> str:
+    """What a process may reserve is limited only where what it uses is not."""
+    cgroups = find_cgroups()
+    return "" if cgroups and cgroups.bound_memory else f"ulimit -v {limits.memory_bytes // 1024}; "
+
+
 def _prologue(number: int) -> str:
     trap = "trap 'exec 2>/dev/null; : \"${sostenuto_deadline:?}\"' USR1"
-    return f"go {number}\n{trap}; command printf 'ready.{number} %d\\n' $$ >&9\n"
+    # When memory runs out, the shell and its commands are ended before what stands above them.
+    expendable = "{ echo 500 >/proc/self/oom_score_adj; } 2>/dev/null"
+    return f"go {number}\n{expendable}; {trap}; command printf 'ready.{number} %d\\n' $$ >&9\n"
 
 
 class PersistentShell:
@@ -178,15 +187,20 @@ class PersistentShell:
 
     async def _end_command(self, sink: HeadTail) -> None:
         """Kill what the unfinished command started and bring the shell, or a new one, to its prompt."""
+        # Asked: this was cut short when all of the command was dead, and a new shell, as young, is coming up.
+        if self._asked or not await self._kill_command(sink):
+            await self.start()
+        self._unfinished_since = None
+
+    async def _kill_command(self, sink: HeadTail) -> bool:
+        """Whether the shell itself survived."""
         since_ticks = self._unfinished_since or 0
         guard = self._guarded()
         processes.send(guard, signal.SIGCONT)  # a paused shell could not answer
         # No shell: this was cut short before, after the shell had been killed.
         alive = bool(guard) and await self._give_up(guard, since_ticks, sink)
         self._kill_young(guard, since_ticks)
-        if not alive:
-            await self.start()
-        self._unfinished_since = None
+        return alive
 
     async def _give_up(self, guard: list[int], since_ticks: int, sink: HeadTail) -> bool:
         """Whether the shell itself survived."""

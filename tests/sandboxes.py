@@ -89,6 +89,17 @@ def commands_inside(root: Path) -> list[str]:
     return found
 
 
+def pipes_inside(root: Path) -> list[str]:
+    """Names of the pipes of the one sandbox under `root`."""
+    (folder,) = root.iterdir()
+    pipes = folder / "pipes"
+    pipes.chmod(0o711)
+    try:
+        return entries(pipes)
+    finally:
+        pipes.chmod(0o311)
+
+
 def _environment(pid: int) -> bytes:
     with suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes()

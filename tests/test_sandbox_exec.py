@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from sandboxes import ALL, ISOLATING, cancelled_at, commands_inside, output_of, running
+from sandboxes import ALL, ISOLATING, cancelled_at, commands_inside, output_of, pipes_inside, running
 from sostenuto.errors import SandboxError
 from sostenuto.sandbox import execution
 from sostenuto.sandbox.protocol import Blueprint, Sandbox, SandboxLimits
@@ -95,8 +95,7 @@ async def test_a_program_cancelled_at_any_await_ends_and_leaves_no_pipe(kind: st
             if not await cancelled_at(work, n):
                 break
             assert [line for line in commands_inside(root) if "sleep" in line] == []
-            (folder,) = root.iterdir()
-            assert len(list((folder / "pipes").iterdir())) == 1
+            assert len(pipes_inside(root)) == 1
         else:
             pytest.fail("exec has more awaits than are tried")
         assert n >= 2
@@ -142,9 +141,9 @@ async def test_the_pipes_of_programs_can_be_neither_listed_nor_changed(kind: str
     async with running(kind) as (sandbox, root):
         (folder,) = root.iterdir()
         pipes = "/run/sandbox" if kind == "bubblewrap" else f"{folder}/pipes"
-        (control,) = (folder / "pipes").iterdir()
+        (control,) = pipes_inside(root)
         for attempt in ("ls {0}", "touch {0}/x", "rm -f {0}/{1}", "mv {0}/{1} {0}/x", "chmod 777 {0}"):
-            seen = await sandbox.shell(attempt.format(pipes, control.name), timeout_s=20)
+            seen = await sandbox.shell(attempt.format(pipes, control), timeout_s=20)
             assert seen.exit_code != 0, attempt
         assert (await sandbox.exec(["true"], timeout_s=20)).exit_code == 0
 

@@ -83,6 +83,16 @@ async def test_a_command_cancelled_twice_is_ended_before_the_next(kind: str):
             assert "late" not in await output_of(sandbox, "ls")
 
 
+async def test_a_command_cancelled_again_while_a_new_shell_comes_up_does_not_end_that():
+    async with running("bubblewrap") as (sandbox, _):
+        for n in range(9, 16):  # the shell is given up after ten attempts
+            work = sandbox.shell("trap '' USR1; while :; do :; done", timeout_s=20)
+            await cancelled_at(work, 1, 1 + n)
+            await anyio.sleep(0.02)
+            assert await output_of(sandbox, "X=kept; echo alive") == "alive"
+            assert await output_of(sandbox, "echo $X") == "kept"
+
+
 @each_backend
 async def test_a_stop_cancelled_at_any_await_leaves_nothing(kind: str):
     with sandbox_root() as root:

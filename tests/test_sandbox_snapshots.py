@@ -1,0 +1,385 @@
+"""Templates as layers, snapshots and forks."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sandboxes import ALL, backend_of, cancelled_at, entries, output_of, running, sandbox_root
+from sostenuto.errors import SandboxError
+from sostenuto.sandbox import bubblewrap, idmapped
+from sostenuto.sandbox.bubblewrap import BubblewrapBackend
+from sostenuto.sandbox.copying import Copying, copy_tree
+from sostenuto.sandbox.folders import reclaim
+from sostenuto.sandbox.protocol import Backend, Blueprint, Sandbox, Snapshot
+
+each_backend = pytest.mark.parametrize("kind", ALL)
+
+
+@pytest.fixture
+def template(tmp_path: Path):
+    folder = tmp_path / "template"
+    for name in ("a/one", "a/two", "b/deep/three", "b/four", "c/five"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "link").symlink_to("b")
+    (folder / "run").write_text("#!/bin/sh\necho ran\n")
+    (folder / "run").chmod(0o755)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+async def is_overlay(sandbox: Sandbox) -> bool:
+    return "overlay" in await output_of(sandbox, "grep ' /workspace ' /proc/self/mounts")
+
+
+CHANGES = (
+    "echo new > a/one && rm b/four && rm -r c && mkdir c && echo again > c/six && mv a/two moved && "
+    "ln -s a/one link2 && mkfifo pipe && mkdir shut && touch shut/in && chmod 0 shut && chmod 0 moved && "
+    "./run"
+)
+SEEN = (
+    "cat a/one; ls a b c; readlink link link2; test -p pipe && echo pipe; stat -c %a shut moved run; "
+    "chmod 700 shut moved; ls shut; cat moved"
+)
+
+
+async def state(sandbox: Sandbox) -> str:
+    return await output_of(sandbox, SEEN)
+
+
+async def test_a_template_lies_below_the_workspace_and_is_not_changed(template: Path):
+    before = contents(template)
+    blueprint = Blueprint(str(template), {"link/file": b"through a link", "a/b/c": b"", "a/one": b"mine"})
+    async with running("bubblewrap", blueprint) as (sandbox, root):
+        if not await is_overlay(sandbox):
+            pytest.skip("overlays cannot be mounted here")
+        assert await output_of(sandbox, "cat b/file a/one b/deep/three") == "through a linkmineb/deep/three"
+        assert await output_of(sandbox, CHANGES) == "ran"
+        assert await sandbox.read("a/one") == b"new\n"
+        assert await sandbox.read("link/deep/three") == b"b/deep/three"
+        await sandbox.write("b/deep/three", b"from outside")
+        assert (
+            await output_of(sandbox, "cat b/deep/three; echo x >> b/deep/three; stat -c %u . a a/one b/deep")
+            != ""
+        )
+        assert await sandbox.read("b/deep/three") == b"from outsidex\n"
+        usage = await sandbox.usage()
+        assert 0 < usage.disk_bytes < 200_000
+        (folder,) = root.iterdir()
+        assert not (folder / "workspace" / "run").exists()
+    assert contents(template) == before
+
+
+async def test_files_of_a_layer_are_the_sandbox_s_own(template: Path):
+    async with running("bubblewrap", Blueprint(str(template))) as (sandbox, _):
+        owners = await output_of(sandbox, "stat -c %u:%g . a a/one link b/deep/three; echo $(id -u):$(id -g)")
+        assert len(set(owners.splitlines())) == 1
+        changed = await sandbox.shell(
+            "chmod 600 a/one && touch -d 2001-01-01 b/four && mv b/deep d", timeout_s=20
+        )
+        assert changed.exit_code == 0, changed.output
+
+
+@each_backend
+async def test_a_fork_starts_with_what_the_workspace_was_and_goes_its_own_way(kind: str, template: Path):
+    with sandbox_root() as root:
+        backend = backend_of(kind, root)
+        first = await backend.start("first", Blueprint(str(template), environment={"X": "y"}))
+        if kind == "landlock" and os.geteuid() != 0:
+            await first.shell(CHANGES.replace("chmod 0 shut && chmod 0 moved && ", ""), timeout_s=20)
+        else:
+            assert await output_of(first, CHANGES) == "ran"
+        snapshot = await first.snapshot()
+        assert snapshot.size_bytes > 0
+        expected = await state(first)
+        await first.shell("echo later > a/one; rm -r b", timeout_s=20)
+        forks = [await backend.start(f"fork{n}", Blueprint(), snapshot=snapshot) for n in range(2)]
+        assert await state(forks[0]) == expected
+        await forks[0].shell("echo other > a/one; echo only > only", timeout_s=20)
+        assert await state(forks[1]) == expected
+        assert await output_of(forks[1], "ls only 2>&1") != "only"
+        await backend.forget(snapshot)
+        await backend.forget(snapshot)
+        assert await output_of(forks[1], "cat link/deep/three moved") == "b/deep/threea/two"
+        with pytest.raises(SandboxError, match="gone"):
+            await backend.start("late", Blueprint(), snapshot=snapshot)
+        for sandbox in (first, *forks):
+            await sandbox.stop()
+        assert entries(root) == []
+
+
+@each_backend
+async def test_a_snapshot_of_a_fork_needs_neither_the_fork_nor_the_snapshot_before(kind: str, template: Path):
+    with sandbox_root() as root:
+        backend = backend_of(kind, root)
+        first = await backend.start("first", Blueprint(str(template)))
+        one = await _changed(backend, first, "rm a/one; mkdir -p x/y; echo 1 > x/y/z; rm -r c; echo 1 > c")
+        fork = await backend.start("fork", Blueprint(), snapshot=one)
+        two = await _changed(
+            backend, fork, "echo back > a/one; rm -r x; mkdir x; echo 2 > x/new; rm c; mkdir c"
+        )
+        await backend.forget(one)
+        again = await backend.start("again", Blueprint(), snapshot=two)
+        assert (
+            await output_of(again, "cat a/one; find x c b | sort")
+            == "back\nb\nb/deep\nb/deep/three\nb/four\nc\nx\nx/new"
+        )
+        await again.stop()
+        await backend.forget(two)
+        assert entries(root) == []
+
+
+async def _changed(backend: Backend, sandbox: Sandbox, command: str) -> Snapshot:
+    result = await sandbox.shell(command, timeout_s=20)
+    assert result.exit_code == 0, result.output
+    snapshot = await sandbox.snapshot()
+    await sandbox.stop()
+    return snapshot
+
+
+@each_backend
+async def test_a_sandbox_goes_on_after_a_snapshot_and_stays_paused_if_it_was(kind: str):
+    async with running(kind) as (sandbox, root):
+        loop = "(while :; do echo x >> log; sleep 0.01; done) & until [ -s log ]; do :; done; X=kept"
+        await sandbox.shell(loop, timeout_s=20)
+        await sandbox.snapshot()
+        size = len(await sandbox.read("log"))
+        assert (
+            await output_of(sandbox, f"until [ $(wc -c < log) -gt {size} ]; do sleep 0.01; done; echo $X")
+            == "kept"
+        )
+        await sandbox.pause()
+        await sandbox.snapshot()
+        with pytest.raises(SandboxError, match="paused"):
+            await sandbox.shell("true", timeout_s=20)
+        await sandbox.resume()
+        _remove_snapshots(root)
+
+
+def _remove_snapshots(root: Path):
+    """As `reclaim` does once their owner is dead."""
+    for path in root.glob("snapshot.*"):
+        record = (path / "owner.json").read_text().replace(f'"pid": {os.getpid()}', '"pid": 0')
+        (path / "owner.json").write_text(record)
+    assert all(name == "snapshot of tested" for name in reclaim(root))
+
+
+@each_backend
+async def test_a_snapshot_cancelled_at_any_await_leaves_nothing_and_the_sandbox_goes_on(kind: str):
+    async with running(kind) as (sandbox, root):
+        await sandbox.shell("for i in 1 2 3 4 5 6 7 8 9; do echo x > $i; done", timeout_s=20)
+        for n in range(60):
+            was_cancelled = await cancelled_at(sandbox.snapshot(), n)
+            assert await output_of(sandbox, "echo alive") == "alive"
+            if not was_cancelled:
+                break
+            for _ in range(100):
+                if len(entries(root)) == 1:
+                    break
+                await sandbox.shell("sleep 0.02", timeout_s=20)
+            assert len(entries(root)) == 1
+        else:
+            pytest.fail("snapshot has more awaits than are tried")
+        _remove_snapshots(root)
+
+
+async def test_snapshots_of_a_dead_owner_are_removed_but_for_those_that_its_successor_keeps(template: Path):
+    with sandbox_root() as root:
+        backend = backend_of("bubblewrap", root)
+        sandbox = await backend.start("first", Blueprint(str(template)))
+        kept = await _changed(backend, sandbox, "echo kept > kept")
+        dropped = await backend.start("second", Blueprint(str(template)))
+        await _changed(backend, dropped, "echo dropped > dropped")
+        assert reclaim(root) == []
+        for path in root.iterdir():
+            record = (path / "owner.json").read_text().replace(f'"pid": {os.getpid()}', '"pid": 0')
+            (path / "owner.json").write_text(record)
+        assert reclaim(root, keep=[kept.reference]) == ["snapshot of second"]
+        assert reclaim(root) == []
+        successor = backend_of("bubblewrap", root)
+        sandbox = await successor.start("again", Blueprint(), snapshot=kept)
+        assert await output_of(sandbox, "cat kept a/one") == "kept\na/one"
+        await sandbox.stop()
+        await successor.forget(kept)
+        assert entries(root) == []
+
+
+async def test_only_snapshots_are_forgotten(tmp_path: Path):
+    (tmp_path / "kept").mkdir()
+    backend = BubblewrapBackend(tmp_path)
+    for reference in (
+        str(tmp_path),
+        str(tmp_path / "kept"),
+        str(tmp_path / "x" / ("snapshot." + "0" * 16)),
+        "/",
+    ):
+        with pytest.raises(SandboxError, match="no snapshot"):
+            await backend.forget(Snapshot("bubblewrap", reference, 0))
+    assert entries(tmp_path) == ["kept"]
+
+
+async def test_where_overlays_cannot_be_mounted_templates_are_copied(
+    template: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    real = bubblewrap.find_bwrap()
+    old = tmp_path / "bwrap"
+    old.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo bubblewrap 0.8.0 && exit\n"
+        'for word; do [ "$word" = --overlay ] && echo "bwrap: Unknown option --overlay" >&2 && exit 1; done\n'
+        f'exec {real} "$@"\n'
+    )
+    old.chmod(0o755)
+    monkeypatch.setattr(bubblewrap, "find_bwrap", lambda: str(old))
+    with sandbox_root() as root:
+        backend = BubblewrapBackend(root)
+        for _ in range(2):
+            sandbox = await backend.start("copied", Blueprint(str(template), {"a/one": b"mine"}))
+            assert not await is_overlay(sandbox)
+            assert await output_of(sandbox, "cat a/one b/four && " + CHANGES) == "mineb/fourran"
+            snapshot = await sandbox.snapshot()
+            fork = await backend.start("fork", Blueprint(), snapshot=snapshot)
+            assert await state(fork) == await state(sandbox)
+            assert (await sandbox.usage()).disk_bytes < 200_000
+            await fork.stop()
+            await sandbox.stop()
+            await backend.forget(snapshot)
+        assert entries(root) == []
+
+
+async def test_a_template_that_others_own_or_that_is_read_only_is_copied(template: Path):
+    (template / "a").chmod(0o500)
+    try:
+        async with running("bubblewrap", Blueprint(str(template))) as (sandbox, _):
+            assert not await is_overlay(sandbox)
+            assert await output_of(sandbox, "rm a/one && echo removed") == "removed"
+        (template / "a").chmod(0o700)
+        if os.geteuid() == 0:
+            os.chown(template / "b" / "four", 12345, 12345)
+            async with running("bubblewrap", Blueprint(str(template))) as (sandbox, _):
+                assert not await is_overlay(sandbox)
+                assert await output_of(sandbox, "echo x >> b/four && cat b/four") == "b/fourx"
+    finally:
+        (template / "a").chmod(0o700)
+
+
+def mounts() -> str:
+    """As the present thread sees them."""
+    return Path("/proc/thread-self/mounts").read_text()
+
+
+async def test_mounts_under_another_owner_are_seen_by_nobody_else(template: Path):
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts layers under another owner")
+    async with running("bubblewrap", Blueprint(str(template))) as (sandbox, root):
+        if not await is_overlay(sandbox):
+            pytest.skip("overlays cannot be mounted here")
+        for seen in (mounts(), idmapped.launch_over((), mounts)):
+            assert str(root) not in seen
+
+
+_KINDS = st.sampled_from(["file", "folder", "opaque", "whiteout", "link", "fifo"])
+_TREE = st.dictionaries(st.sampled_from(["a", "b", "a/a", "a/b", "b/a", "a/a/a"]), _KINDS, max_size=6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(_TREE, _TREE)
+def test_a_layer_laid_over_another_is_as_both_mounted(lower: dict[str, str], upper: dict[str, str]):
+    """Against a model of what an overlay shows."""
+    with sandbox_root() as root:
+        try:
+            low, up = _grow(root / "low", lower, "low"), _grow(root / "up", upper, "up")
+        except OSError as exc:
+            if exc.errno in {errno.EPERM, errno.EOPNOTSUPP}:
+                pytest.skip(f"no whiteouts or attributes on this file system: {exc}")
+            raise
+        target = root / "target"
+        target.mkdir()
+        copy_tree(root / "low", target, Copying(layer=True))
+        copy_tree(root / "up", target, Copying(layer=True))
+        merged = {path: kind for path, kind in low.items() if not _hidden(path, up)} | up
+        assert _visible(_look(target)) == _visible(merged)
+
+
+def _grow(root: Path, tree: dict[str, str], word: str) -> dict[str, str]:
+    """What was made; what would lie below no folder is left out."""
+    root.mkdir()
+    made: dict[str, str] = {}
+    for name, kind in sorted(tree.items()):
+        path = root / name
+        if not path.parent.is_dir() or path.parent.is_symlink():
+            continue
+        _make(path, kind, word)
+        made[name] = f"{kind} {word}" if kind in {"file", "link"} else kind.replace("opaque", "folder")
+        if kind == "opaque":
+            made[f"{name}/*"] = "opaque"
+    return made
+
+
+def _make(path: Path, kind: str, word: str):
+    match kind:
+        case "file":
+            path.write_text(word)
+        case "link":
+            path.symlink_to(word)
+        case "fifo":
+            os.mkfifo(path)
+        case "whiteout":
+            os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
+        case _:
+            path.mkdir()
+            if kind == "opaque":
+                os.setxattr(path, "user.overlay.opaque", b"y")
+
+
+def _hidden(path: str, up: dict[str, str]) -> bool:
+    parents = [str(parent) for parent in Path(path).parents][:-1]
+    return any(up.get(parent, "folder") != "folder" or f"{parent}/*" in up for parent in parents) or (
+        up.get(path, "folder") != "folder"
+    )
+
+
+def _visible(tree: dict[str, str]) -> dict[str, str]:
+    return {path: kind for path, kind in tree.items() if not path.endswith("*")}
+
+
+def _look(root: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for path in root.rglob("*"):
+        name, mode = str(path.relative_to(root)), path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            found[name] = "folder"
+        elif stat.S_ISCHR(mode):
+            found[name] = "whiteout"
+        elif stat.S_ISLNK(mode):
+            found[name] = f"link {path.readlink()}"
+        else:
+            found[name] = "fifo" if stat.S_ISFIFO(mode) else f"file {path.read_text()}"
+    return found
+
+
+def test_a_copy_keeps_holes_and_refuses_devices(tmp_path: Path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    with (source / "sparse").open("wb") as file:
+        file.seek(1 << 30)
+        file.write(b"end")
+    (source / "empty").write_bytes(b"")
+    (source / "whole").write_bytes(os.urandom(300_000))
+    copy_tree(source, target, Copying())
+    assert (target / "whole").read_bytes() == (source / "whole").read_bytes()
+    facts = (target / "sparse").stat()
+    assert facts.st_size == (1 << 30) + 3
+    assert facts.st_blocks * 512 < 1 << 20
+    if os.geteuid() == 0:
+        os.mknod(source / "device", stat.S_IFCHR, os.makedev(1, 3))
+        with pytest.raises(SandboxError, match="devices"):
+            copy_tree(source, tmp_path / "target", Copying(layer=True))
