@@ -1,7 +1,7 @@
 """What an environment class declares before anything of it runs, checked as a whole."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from sostenuto.envs.workspace import SandboxSpec
 from sostenuto.errors import ConfigError
 from sostenuto.sandbox.protocol import Blueprint
 from sostenuto.tools.decorator import arguments_of
+from sostenuto.tools.remote.declared import HttpTool, McpServer, Remote
 from sostenuto.tools.schema import Tool, read_tool, resolve_hints
 
 _FILE = "__sostenuto_file__"
@@ -38,6 +39,7 @@ class Declaration:
     cls: type[Environment[Any]]
     task_type: type[BaseModel]
     tools: dict[str, DeclaredTool]
+    remote: tuple[Remote, ...]
 
     @property
     def name(self) -> str:
@@ -104,7 +106,25 @@ def declaration(cls: type[Environment[Any]]) -> Declaration:
         name: DeclaredTool(read_tool(function), attribute)
         for name, (attribute, function) in tool_functions(cls).items()
     }
-    return Declaration(cls, _task_type(cls), tools)
+    return Declaration(cls, _task_type(cls), tools, _remote(cls, tools))
+
+
+def _remote(cls: type[Environment[Any]], tools: Collection[str]) -> tuple[Remote, ...]:
+    """What other services offer; the names of an MCP server's tools are known when it has been asked."""
+    declared = tuple(cast("Sequence[object]", cls.remote))
+    for one in declared:
+        if not isinstance(one, HttpTool | McpServer):
+            kind = type(one).__name__
+            raise ConfigError(
+                f"environment {cls.__name__}: `remote` has a {kind}; it takes HttpTool and McpServer"
+            )
+    names = [*tools, *(one.name for one in declared if isinstance(one, HttpTool))]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"environment {cls.__name__}: two tools are called {name!r}; rename one of them"
+            )
+    return cast("tuple[Remote, ...]", declared)
 
 
 def is_async(function: object) -> bool:

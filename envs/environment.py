@@ -15,6 +15,7 @@ from sostenuto.envs.workspace import lend
 from sostenuto.errors import ConfigError, nearest
 from sostenuto.sandbox.protocol import Sandbox
 from sostenuto.tools.decorator import options_of, place_of
+from sostenuto.tools.remote.declared import Remote
 from sostenuto.types import Episode, Message
 
 TaskT = TypeVar("TaskT", bound=BaseModel, default=Any)
@@ -58,6 +59,8 @@ class Environment(Generic[TaskT]):
     """System message that the conversation starts with; empty: none."""
     tools: Sequence[Callable[..., Any]] = ()
     """Plain functions under `@tool`, besides the class's own methods."""
+    remote: Sequence[Remote] = ()
+    """Tools that other services offer: HttpTool, McpServer."""
 
     requirements: Sequence[str] = ()
     """As pip has them, such as "numpy==2.1.0": its workers then run in a virtual environment that has these.

@@ -134,6 +134,7 @@ class Declared(msgspec.Struct, frozen=True):
 
     blueprint: Blueprint | None
     tools_json: bytes
+    remote_json: bytes
     blocking: tuple[str, ...]
 
 

@@ -42,6 +42,7 @@ from sostenuto.envs.verdict import Verdict
 from sostenuto.errors import ConfigError, EnvironmentFailure, ProgramError, ToolServerError
 from sostenuto.sandbox.protocol import Sandbox
 from sostenuto.tools.host import EnvironmentFacts
+from sostenuto.tools.remote.declared import Remote
 from sostenuto.tools.wire import (
     CallRequest,
     EnvironmentRef,
@@ -62,6 +63,7 @@ UNKNOWN_TOOL_S = 30.0
 T = TypeVar("T")
 
 _TOOLS = TypeAdapter(tuple[ToolSchema, ...])
+_REMOTE = TypeAdapter(tuple[Remote, ...])
 _DECLARED = msgspec.msgpack.Decoder(Declared)
 _MESSAGES = msgspec.msgpack.Decoder(tuple[Message, ...])
 _RESULT = msgspec.msgpack.Decoder(ToolResult)
@@ -321,7 +323,7 @@ class WorkerHost:
         flight = Flight(frame.id, "", f"loading environment {ref.name}", self._config.load_s, blocking=True)
         declared = await self._ask(frame, flight, _DECLARED)
         tools = _TOOLS.validate_json(declared.tools_json)
-        facts = EnvironmentFacts(declared.blueprint, tools)
+        facts = EnvironmentFacts(declared.blueprint, tools, _REMOTE.validate_json(declared.remote_json))
         return Loaded(index, ref.name, facts, {t.name: t for t in tools}, frozenset(declared.blocking))
 
     async def _reset(

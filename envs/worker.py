@@ -46,10 +46,12 @@ from sostenuto.envs.program import SETTLE_S, Program, start
 from sostenuto.envs.registry import LoadedEnvironment, load_environment
 from sostenuto.errors import EnvironmentFailure, ProgramError, SostenutoError, ToolServerError
 from sostenuto.sandbox.protocol import SandboxUsage, ShellResult, Snapshot
+from sostenuto.tools.remote.declared import Remote
 from sostenuto.tools.wire import EnvironmentRef, ToolSchema
 
 _PR_SET_PDEATHSIG = 1
 _TOOLS = TypeAdapter(tuple[ToolSchema, ...])
+_REMOTE = TypeAdapter(tuple[Remote, ...])
 _SHELL_RESULT = msgspec.msgpack.Decoder(ShellResult)
 _BYTES = msgspec.msgpack.Decoder(bytes)
 _NONE = msgspec.msgpack.Decoder(type(None))
@@ -179,7 +181,9 @@ class Worker:
         schemas = tuple(tool.tool.schema for tool in declared.tools.values())
         blueprint = declared.blueprint()
         self._environments[frame.environment] = loaded
-        return Declared(blueprint, _TOOLS.dump_json(schemas), declared.blocking())
+        return Declared(
+            blueprint, _TOOLS.dump_json(schemas), _REMOTE.dump_json(declared.remote), declared.blocking()
+        )
 
     async def _prepare(self, frame: Prepare) -> object:
         if frame.program_id in self._programs:

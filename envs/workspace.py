@@ -4,6 +4,7 @@
 handle of the sandbox that the tool server lent to that program.
 """
 
+import inspect
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -38,17 +39,21 @@ class Workspace:
     the policy named it, that is its observation; elsewhere catch it, or it is the environment's failure.
     """
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox, memory_bytes: int = _LIMITS.memory_bytes) -> None:
         self._sandbox = sandbox
+        self._out_of_memory = f"[ended: out of memory (limit {memory_bytes / (1 << 20):g} MiB)]"
 
     async def shell(self, command: str, timeout_s: float | None = None) -> str:
         """Run a command in the persistent shell and return stdout and stderr as they came.
 
-        A line `[exit code N]` or `[timed out after N s]` is appended unless it exited with 0.  A command that
-        still runs just before its tool's deadline is ended there, so that what it wrote is not lost.
+        A line `[exit code N]`, `[timed out after N s]` or `[ended: out of memory (limit N MiB)]` is appended
+        unless it exited with 0.  A command that still runs just before its tool's deadline is ended there, so
+        that what it wrote is not lost.
         """
         allowed_s = _allowed_s(timeout_s)
         result = await self.run(command, timeout_s=allowed_s)
+        if result.out_of_memory:
+            return _with_line(result.output, self._out_of_memory)
         if not result.timed_out:
             return _with_line(result.output, f"[exit code {result.exit_code}]" if result.exit_code else "")
         if deadline_s.get() is not None and (timeout_s is None or allowed_s < timeout_s):
@@ -129,7 +134,9 @@ class SandboxSpec:
 
 def lend(instance: object, sandbox: Sandbox) -> None:
     """Make `sandbox` what `self.sandbox` is on this instance."""
-    vars(instance)[_ATTRIBUTE] = Workspace(sandbox)
+    spec = inspect.getattr_static(type(instance), "sandbox", None)
+    limit_bytes = spec.memory_bytes if isinstance(spec, SandboxSpec) else _LIMITS.memory_bytes
+    vars(instance)[_ATTRIBUTE] = Workspace(sandbox, limit_bytes)
 
 
 @contextmanager

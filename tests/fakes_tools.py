@@ -6,12 +6,20 @@ The environment named `Plain` has no sandbox, `Broken` cannot be loaded, `Stuck`
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import anyio
 
 from sostenuto.errors import ConfigError, EnvironmentFailure, PathError, SandboxError, ToolServerError
-from sostenuto.sandbox.protocol import Blueprint, Probe, Sandbox, ShellResult
+from sostenuto.sandbox.protocol import (
+    Blueprint,
+    Probe,
+    Sandbox,
+    SandboxUsage,
+    ShellResult,
+    Snapshot,
+)
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.cut import cut_middle
 from sostenuto.tools.host import EnvironmentFacts, Host
@@ -37,6 +45,7 @@ class FakeSandbox:
     name: str
     live: dict[str, "FakeSandbox"]
     files: dict[str, bytes]
+    snapshots: set[str] = field(default_factory=set[str])
     stop_s: float = 0.0
     paused: bool = False
 
@@ -53,6 +62,11 @@ class FakeSandbox:
         cut = cut_middle(command, output_bytes)
         return ShellResult(0, cut.text, cut.cut_bytes)
 
+    async def exec(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, output_bytes: int = 65536
+    ) -> ShellResult:
+        return await self.shell(" ".join(argv), timeout_s=timeout_s, output_bytes=output_bytes)
+
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         self._check()
         if path not in self.files:
@@ -63,6 +77,17 @@ class FakeSandbox:
         self._check()
         self.files[path] = data
 
+    async def upload(self, archive: bytes, path: str = ".") -> None:
+        self._check()
+        self.files[f"{path}.tar"] = archive
+
+    async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
+        return await self.read(f"{path}.tar")
+
+    async def reclaim(self) -> None:
+        self._check()
+        self.paused = True
+
     async def pause(self) -> None:
         self._check()
         self.paused = True
@@ -70,6 +95,15 @@ class FakeSandbox:
     async def resume(self) -> None:
         self._check()
         self.paused = False
+
+    async def snapshot(self) -> Snapshot:
+        self._check()
+        self.snapshots.add(self.name)
+        return Snapshot("fake", self.name, sum(map(len, self.files.values())))
+
+    async def usage(self) -> SandboxUsage:
+        self._check()
+        return SandboxUsage(1 << 20, 1 << 20, 0.0, 1, sum(map(len, self.files.values())))
 
     async def stop(self) -> None:
         await anyio.sleep(self.stop_s)
@@ -86,6 +120,7 @@ class FakeBackend:
     starting: int = 0
     most_starting: int = 0
     live: dict[str, FakeSandbox] = field(default_factory=dict[str, FakeSandbox])
+    snapshots: set[str] = field(default_factory=set[str])
 
     @property
     def name(self) -> str:
@@ -94,7 +129,7 @@ class FakeBackend:
     async def probe(self) -> Probe:
         return Probe("fake", works=True, isolation="none")
 
-    async def start(self, name: str, blueprint: Blueprint) -> Sandbox:
+    async def start(self, name: str, blueprint: Blueprint, *, snapshot: Snapshot | None = None) -> Sandbox:
         if self.refusal:
             raise ConfigError(self.refusal)
         self.starting += 1
@@ -104,8 +139,14 @@ class FakeBackend:
         finally:
             self.starting -= 1
         assert name not in self.live
-        self.live[name] = FakeSandbox(name, self.live, dict(blueprint.files), self.stop_s)
+        self.live[name] = self.make(name, dict(blueprint.files))
         return self.live[name]
+
+    def make(self, name: str, files: dict[str, bytes]) -> FakeSandbox:
+        return FakeSandbox(name, self.live, files, self.snapshots, self.stop_s)
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        self.snapshots.discard(snapshot.reference)
 
 
 @dataclass
@@ -116,6 +157,7 @@ class FakeHost:
     runs: Counter[str] = field(default_factory=Counter[str])
     ended_calls: int = 0
     release_s: float = 0.0
+    score_s: float = 0.0
     seeds: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -146,7 +188,7 @@ class FakeHost:
 
     async def _tool(self, request: CallRequest) -> ToolResult:
         match request.name:
-            case "sleep":
+            case "sleep" | "again":
                 await anyio.sleep(float(request.arguments))
             case "secret":
                 return ToolResult(ToolStatus.OK, f"token={SECRET}.")
@@ -163,6 +205,7 @@ class FakeHost:
     async def reward(self, program_id: ProgramId, request: RewardRequest) -> Reward:
         self.runs["reward"] += 1
         await hop()
+        await anyio.sleep(self.score_s)
         value = request.episode.metrics.get("value", 1.0)
         return Reward(value=float("nan") if value < 0 else value, metrics={SECRET: 1.0}, elapsed_s=0.0)
 
@@ -203,6 +246,7 @@ async def hop() -> None:
 TOOLS = (
     ToolSchema(name="echo", description="Repeat.", parameters={"type": "object"}, timeout_s=10.0),
     ToolSchema(name="small_flood", description="", parameters={}, timeout_s=10.0, output_bytes=100),
+    ToolSchema(name="again", description="Sleep.", parameters={}, timeout_s=10.0, idempotent=True),
 )
 
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import anyio
 import pytest
 from aiohttp import web
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, JsonValue, TypeAdapter
 
 from remote_services import KEY, Handler, Service, hanging_up, remote_tools, saying, service
 from sostenuto.errors import ConfigError, ToolServerError
@@ -14,6 +14,8 @@ from sostenuto.tools.remote.arguments import read_arguments
 from sostenuto.tools.remote.declared import HttpTool, McpServer, Remote
 from sostenuto.tools.schema import InvalidArguments
 from sostenuto.types import ToolResult, ToolStatus
+
+QUERY = '{"q": "a b"}'
 
 
 class Query(BaseModel):
@@ -26,14 +28,14 @@ def search(there: str, **changes: object) -> HttpTool:
     return HttpTool(**given)  # pyright: ignore[reportArgumentType]
 
 
-async def ask(there: Service, arguments: str = '{"q": "a b"}', **changes: object) -> ToolResult:
+async def ask(there: Service, arguments: str = QUERY, **changes: object) -> ToolResult:
     async with remote_tools(search(f"{there.url}/find", **changes)) as tools:
         return await tools["search"].call(arguments)
 
 
 async def asked(*answers: Handler, **changes: object) -> tuple[ToolResult, int]:
     async with service(*answers) as there:
-        return await ask(there, **changes), len(there.requests)
+        return await ask(there, QUERY, **changes), len(there.requests)
 
 
 async def test_arguments_go_as_a_json_body_and_the_answer_is_the_observation():
@@ -79,7 +81,7 @@ async def test_one_that_comes_back_is_heard():
 async def test_what_may_not_be_repeated_is_sent_once(trouble: Handler, declared: dict[str, object]):
     async with service(trouble) as there:
         with pytest.raises(ToolServerError, match=r"\(1 attempts\)"):
-            await ask(there, **declared)
+            await ask(there, QUERY, **declared)
         assert len(there.requests) == 1
 
 
@@ -234,7 +236,7 @@ async def test_arguments_that_break_the_schema_are_not_sent(text: str, words: st
 
 
 def test_a_schema_that_was_written_by_hand_is_kept_to():
-    schema = {
+    schema: dict[str, JsonValue] = {
         "type": "object",
         "properties": {"kind": {"enum": ["a", "b"]}, "n": {"type": ["number", "null"]}, "any": True},
         "additionalProperties": False,

@@ -7,7 +7,7 @@
 """
 
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 from urllib.parse import quote
 
@@ -16,7 +16,7 @@ import anyio
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 from yarl import URL
 
-from sostenuto.errors import SostenutoError, ToolServerError
+from sostenuto.errors import Overloaded, SostenutoError, ToolServerError
 from sostenuto.tools.refused import raised
 from sostenuto.tools.wire import (
     CallRequest,
@@ -102,11 +102,38 @@ class ToolServerClient:
         return await self._ask_model(program_id, "prepare", body, Prepared, timeout_s=timeout_s, repeat_s=0)
 
     async def call(
-        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float = 300.0
+        self,
+        program_id: ProgramId,
+        call_id: CallId,
+        call: ToolCall,
+        *,
+        timeout_s: float = 300.0,
+        priority: int = 0,
     ) -> ToolResult:
-        """Run a tool at most once under this id, whatever happens to the connection."""
-        body = CallRequest(call_id=call_id, name=call.name, arguments=call.arguments, timeout_s=timeout_s)
-        ask = self._post(program_id, "call", body, timeout_s=timeout_s, repeat_s=self._repeat_s)
+        """Run a tool at most once under this id, whatever happens to the connection.
+
+        Where too many wait it is asked again, each time after the time that was named, as long as that is
+        within `timeout_s`; Overloaded when it is not.
+        """
+        body = CallRequest(
+            call_id=call_id, name=call.name, arguments=call.arguments, timeout_s=timeout_s, priority=priority
+        )
+        refused_s = 0.0
+        while True:
+            try:
+                result = await self._call_once(program_id, body)
+            except Overloaded as error:
+                pause_s = error.retry_after_s or REPEAT_PAUSE_S
+                if body.timeout_s <= pause_s:
+                    raise
+            else:
+                return replace(result, queued_s=result.queued_s + refused_s)
+            await anyio.sleep(pause_s)
+            refused_s += pause_s
+            body = body.model_copy(update={"timeout_s": body.timeout_s - pause_s})
+
+    async def _call_once(self, program_id: ProgramId, body: CallRequest) -> ToolResult:
+        ask = self._post(program_id, "call", body, timeout_s=body.timeout_s, repeat_s=self._repeat_s)
         answer = await self._send(ask)
         try:
             return _TOOL_RESULT.validate_json(answer)

@@ -10,6 +10,7 @@
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from math import inf, isfinite
@@ -29,7 +30,10 @@ from sostenuto.tools.phases import Event, Phase
 from sostenuto.tools.preparation import GRACE_S, Preparation
 from sostenuto.tools.program import Program
 from sostenuto.tools.refused import Refused
+from sostenuto.tools.remote.services import Services
 from sostenuto.tools.results import Pending, ResultLog
+from sostenuto.tools.routing import RoutedHosts
+from sostenuto.tools.turns import Turn, Turns
 from sostenuto.tools.wire import (
     CallRequest,
     Prepared,
@@ -39,7 +43,7 @@ from sostenuto.tools.wire import (
     RewardRequest,
     State,
 )
-from sostenuto.types import ProgramId, ToolResult, ToolStatus
+from sostenuto.types import ProgramId, ToolResult
 
 T = TypeVar("T")
 log = getLogger(__name__)
@@ -81,10 +85,10 @@ class Programs:
     ) -> None:
         self._config = config
         self._backend = backend
-        self._hosts = hosts
+        self._hosts = RoutedHosts(hosts, Turns(config), Services(edge.secrets, group))
         self._edge = edge
         self._group = group
-        self._preparation = Preparation(backend, hosts, config.starts_at_once)
+        self._preparation = Preparation(backend, self._hosts, config.starts_at_once)
         self._programs: dict[ProgramId, Program] = {}
         self._leases = Leases(config.longest_lease_s)
         self._leases_changed = anyio.Event()
@@ -109,8 +113,10 @@ class Programs:
         program = self._find(program_id)
         pending = self._known(program.calls, request.call_id)
         if pending is None:
-            work = partial(self._call, program, request)
-            pending = program.run_recorded(Event.CALL, program.calls, request.call_id, work)
+            turn = self._hosts.turns.enter(program_id, request)
+            work = partial(self._call, program, request, turn)
+            with turn.given_up_when_refused():
+                pending = program.run_recorded(Event.CALL, program.calls, request.call_id, work)
             self._counters["calls"] += 1
         return await pending.wait()
 
@@ -233,19 +239,18 @@ class Programs:
             self._counters["release_failures"] += 1
             log.warning("program %s: %s", program.id, error)
 
-    async def _call(self, program: Program, request: CallRequest) -> ToolResult:
-        started_s = anyio.current_time()
+    async def _call(self, program: Program, request: CallRequest, turn: Turn) -> ToolResult:
         with anyio.move_on_after(request.timeout_s):
-            result = await bounded(
-                lambda: _host(program).call(program.id, request),
-                timeout_s=inf,
-                late=ToolServerError,
-                doing=f"calling {request.name}",
-            )
-            return self._edge.observation(result, program.output_bytes.get(request.name))
-        elapsed_s = anyio.current_time() - started_s
-        text = f"{request.name} was ended after {request.timeout_s:g} s, its deadline."
-        return ToolResult(ToolStatus.TIMEOUT, text, elapsed_s=elapsed_s)
+            async with turn:
+                result = await bounded(
+                    lambda: _host(program).call(program.id, request),
+                    timeout_s=inf,
+                    late=ToolServerError,
+                    doing=f"calling {request.name}",
+                )
+            observation = self._edge.observation(result, program.output_bytes.get(request.name))
+            return replace(observation, queued_s=turn.queued_s)
+        return turn.late()
 
     async def _score(self, program: Program, request: RewardRequest) -> Reward:
         reward = await bounded(

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from sostenuto.runtime.runtime import Runtime as Runtime
     from sostenuto.scheduler.settings import SchedulerSettings as SchedulerSettings
     from sostenuto.tools.decorator import tool as tool
+    from sostenuto.tools.remote.declared import HttpTool as HttpTool
+    from sostenuto.tools.remote.declared import McpServer as McpServer
     from sostenuto.trainer.settings import GRPO as GRPO
     from sostenuto.trainer.settings import TIS as TIS
     from sostenuto.trainer.settings import LearnerSettings as LearnerSettings
@@ -49,7 +51,9 @@ _HOME = {
     "EvalJob": "runtime.jobs.job",
     "GRPO": "trainer.settings",
     "LearnerSettings": "trainer.settings",
+    "HttpTool": "tools.remote.declared",
     "Limits": "types",
+    "McpServer": "tools.remote.declared",
     "Message": "types",
     "RLJob": "runtime.jobs.job",
     "Registry": "envs.registry",
@@ -81,8 +85,10 @@ __all__ = [
     "Environment",
     "Episode",
     "EvalJob",
+    "HttpTool",
     "LearnerSettings",
     "Limits",
+    "McpServer",
     "Message",
     "RLJob",
     "Registry",
