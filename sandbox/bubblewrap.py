@@ -10,10 +10,12 @@ import os
 import shutil
 import signal
 import subprocess
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import anyio.to_thread
 
@@ -27,7 +29,7 @@ from sostenuto.sandbox.local import Launch, LocalSandbox, check_blueprint, start
 from sostenuto.sandbox.protocol import Blueprint, Probe, Snapshot
 from sostenuto.sandbox.shell import guard_script
 from sostenuto.sandbox.snapshots import Snapshots
-from sostenuto.sandbox.trial import try_out
+from sostenuto.sandbox.trial import TRIAL_S, try_out
 from sostenuto.sandbox.walk import INSIDE
 
 OLDEST = (0, 8)
@@ -104,10 +106,22 @@ class BubblewrapBackend:
     async def probe(self) -> Probe:
         probe = await try_out(self, self.isolation, self._remedy)
         if probe.works or not self._changes_user:
-            return probe
+            return await self._with_templates(probe)
         self._changes_user = False
         self._layers = Layers(maps_owner=False)
-        return await try_out(self, self.isolation, self._remedy)
+        return await self._with_templates(await try_out(self, self.isolation, self._remedy))
+
+    async def _with_templates(self, probe: Probe) -> Probe:
+        """What was seen, and whether templates are mounted or have to be copied."""
+        if not probe.works:
+            return probe
+        with TemporaryDirectory(prefix="sostenuto-probe-") as template:
+            said = "unknown"
+            with anyio.move_on_after(TRIAL_S), suppress(SandboxError):
+                await (await self.start("probe", Blueprint(template))).stop()
+                refusal = await self._refusal(self._snapshots.origin(Blueprint(template), None))
+                said = f"copied: {refusal}" if refusal else "mounted below the workspace"
+        return replace(probe, details={**probe.details, "templates": said})
 
     def _remedy(self, said: str) -> str:
         refused = ("uid map", "RTM_NEWADDR", "namespace", "Operation not permitted", "Permission denied")

@@ -43,6 +43,11 @@ class Shown:
     """An empty folder."""
     uid: int
 
+    @property
+    def owner(self) -> tuple[int, int]:
+        facts = self.source.stat()
+        return facts.st_uid, facts.st_gid
+
 
 class _Thread:
     """Does work in a mount namespace of its own, one piece after the other."""
@@ -85,7 +90,9 @@ def _thread() -> _Thread:
 def launch_over(shown: Sequence[Shown], launch: Callable[[], T]) -> T:
     """Call `launch` where the folders are shown; raises OSError when this system cannot show them."""
     with ExitStack() as stack:
-        ready = [(one, stack.enter_context(_mapped(one))) for one in shown]
+        owners = {(one.owner, one.uid) for one in shown}
+        namespaces = {key: stack.enter_context(_mapped(*key)) for key in owners}
+        ready = [(one, namespaces[one.owner, one.uid]) for one in shown]
         return _thread().do(lambda: _launch_over(ready, launch))
 
 
@@ -114,12 +121,11 @@ def _leave_the_others() -> None:
 
 
 @contextmanager
-def _mapped(shown: Shown) -> Generator[int]:
-    """A descriptor of a user namespace in which the owner of the source is `shown.uid` outside."""
-    facts = shown.source.stat()
+def _mapped(owner: tuple[int, int], uid: int) -> Generator[int]:
+    """A descriptor of a user namespace in which user and group `owner` are `uid` outside."""
     with _unshared() as pid:
-        for name, owner in (("uid_map", facts.st_uid), ("gid_map", facts.st_gid)):
-            Path(f"/proc/{pid}/{name}").write_text(f"{owner} {shown.uid} 1\n")
+        for name, inside in zip(("uid_map", "gid_map"), owner, strict=True):
+            Path(f"/proc/{pid}/{name}").write_text(f"{inside} {uid} 1\n")
         namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield namespace

@@ -29,7 +29,11 @@ class Blueprint:
     """What a backend needs to start one sandbox."""
 
     template: str | None = None
-    """Folder whose content the workspace starts with; None: an empty workspace."""
+    """Folder whose content the workspace starts with; None: an empty workspace.
+
+    It may be mounted below the workspace instead of copied: it stays as it is while sandboxes or snapshots
+    that started from it are there.
+    """
     files: dict[str, bytes] = field(default_factory=dict[str, bytes])
     """Written into the workspace before the shell starts; relative paths."""
     environment: dict[str, str] = field(default_factory=dict[str, str])
@@ -69,14 +73,15 @@ class SandboxUsage:
     """Of all its processes since the start."""
     processes: int
     disk_bytes: int
-    """What it has written to its workspace, without the template."""
+    """What it has written to its workspace, without the template or the snapshot that it started from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A workspace as it was, from which any number of sandboxes can start.
 
-    Processes, and directory and variables of the shell, are not in it.
+    Processes, and directory and variables of the shell, are not in it.  It may need the template that its
+    sandbox was started from.
     """
 
     backend: str

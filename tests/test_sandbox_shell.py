@@ -1,12 +1,16 @@
 """The persistent shell, through real sandboxes."""
 
+import os
+from pathlib import Path
+
 import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes import ALL, output_of, running
+from sandboxes import ALL, output_of, running, supervisor_below
 from sostenuto.errors import SandboxError
+from sostenuto.sandbox import processes
 from sostenuto.sandbox.output import HeadTail
 from sostenuto.sandbox.protocol import Blueprint, Sandbox
 
@@ -146,6 +150,25 @@ async def test_paused_processes_do_nothing_until_they_are_resumed(kind: str):
         await sandbox.resume()
         await sandbox.shell(f"until [ $(wc -c < log) -gt {before} ]; do sleep 0.01; done", timeout_s=20)
         assert len(await sandbox.read("log")) > before
+
+
+def states_below(pid: int) -> set[str]:
+    stats = [Path(f"/proc/{child}/stat").read_text() for child in processes.descendants(pid)]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+
+@each_backend
+async def test_pausing_and_resuming_twice_is_as_once(kind: str):
+    async with running(kind) as (sandbox, root):
+        await sandbox.shell("X=kept; sleep 1000 & (setsid sleep 1000 &)", timeout_s=20)
+        launcher = supervisor_below(os.getpid(), root)
+        await sandbox.resume()
+        for _ in range(2):
+            await sandbox.pause()
+            assert states_below(launcher) == {"T"}
+        for _ in range(2):
+            await sandbox.resume()
+        assert await output_of(sandbox, "echo $X") == "kept"
 
 
 @each_backend

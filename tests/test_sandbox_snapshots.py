@@ -15,7 +15,7 @@ from sostenuto.sandbox import bubblewrap, idmapped
 from sostenuto.sandbox.bubblewrap import BubblewrapBackend
 from sostenuto.sandbox.copying import Copying, copy_tree
 from sostenuto.sandbox.folders import reclaim
-from sostenuto.sandbox.protocol import Backend, Blueprint, Sandbox, Snapshot
+from sostenuto.sandbox.protocol import Backend, Blueprint, Sandbox, SandboxLimits, Snapshot
 
 each_backend = pytest.mark.parametrize("kind", ALL)
 
@@ -212,6 +212,24 @@ async def test_snapshots_of_a_dead_owner_are_removed_but_for_those_that_its_succ
         assert entries(root) == []
 
 
+def _never(path: str, owner: tuple[int, int]) -> str:
+    return f"{path} of {owner[0]}: not today"
+
+
+async def test_the_probe_tells_whether_templates_are_mounted(template: Path, monkeypatch: pytest.MonkeyPatch):
+    with sandbox_root() as root:
+        sandbox = await BubblewrapBackend(root).start("first", Blueprint(str(template)))
+        mounted = await is_overlay(sandbox)
+        await sandbox.stop()
+        said = (await BubblewrapBackend(root).probe()).details["templates"]
+        assert said == "mounted below the workspace" if mounted else said.startswith("copied: ")
+        monkeypatch.setattr("sostenuto.sandbox.layers._refusal", _never)
+        said = (await BubblewrapBackend(root).probe()).details["templates"]
+        assert said.startswith("copied: ")
+        assert said.endswith("not today")
+        assert entries(root) == []
+
+
 async def test_only_snapshots_are_forgotten(tmp_path: Path):
     (tmp_path / "kept").mkdir()
     backend = BubblewrapBackend(tmp_path)
@@ -283,6 +301,10 @@ async def test_mounts_under_another_owner_are_seen_by_nobody_else(template: Path
             pytest.skip("overlays cannot be mounted here")
         for seen in (mounts(), idmapped.launch_over((), mounts)):
             assert str(root) not in seen
+        fails = Blueprint(str(template), limits=SandboxLimits(memory_bytes=4096))
+        with pytest.raises(SandboxError):
+            await BubblewrapBackend(root).start("fails", fails)
+        assert str(root) not in idmapped.launch_over((), mounts)
 
 
 _KINDS = st.sampled_from(["file", "folder", "opaque", "whiteout", "link", "fifo"])
