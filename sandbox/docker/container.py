@@ -1,0 +1,219 @@
+"""A sandbox that is a container."""
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import anyio
+
+from sostenuto.errors import PathError, SandboxError, Unsupported
+from sostenuto.sandbox.docker.calls import Calls
+from sostenuto.sandbox.docker.execs import Site, execute
+from sostenuto.sandbox.docker.files import Files
+from sostenuto.sandbox.docker.images import Images
+from sostenuto.sandbox.docker.shell import ContainerShell
+from sostenuto.sandbox.docker.stream import Stream
+from sostenuto.sandbox.docker.tars import Packer
+from sostenuto.sandbox.docker.typed import Conflict, ContainerPlan, Daemon, Missing
+from sostenuto.sandbox.docker.wire import Wire
+from sostenuto.sandbox.protocol import SandboxUsage, ShellResult, Snapshot
+
+T = TypeVar("T")
+_COMMIT_S = 600.0
+_TRANSFER_S = 300.0
+_STOP_S = 60.0
+_GONE_S = 20.0
+_LOOK_AGAIN_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What the sandboxes of one backend share."""
+
+    daemon: Daemon
+    calls: Calls
+    images: Images
+    uid: int
+
+
+class DockerSandbox:
+    """See `sostenuto.sandbox.protocol.Sandbox`."""
+
+    def __init__(self, ground: Ground, name: str, container: str, plan: ContainerPlan) -> None:
+        self.name = name
+        self._ground = ground
+        self._container = container
+        self._plan = plan
+        self._files = Files(ground.daemon, container, ground.uid)
+        self._wire = Wire(ground.daemon.socket)
+        self._stream = Stream(self._wire)
+        self._shell = ContainerShell(self._stream, self._awake)
+        self._changing = anyio.Lock()
+        """Held while it is paused, resumed or committed, and while it must not be."""
+        self._paused = False
+        self._peak_bytes = 0
+        self._removal: Future[None] | None = None
+
+    async def open(self) -> None:
+        """Attach to the running container and start the shell."""
+        version = await self._ground.calls.run(self._ground.daemon.version_path)
+        target = f"{version}/containers/{self._container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
+        await self._wire.upgrade(target, {})
+        await self._shell.start()
+
+    async def shell(self, command: str, *, timeout_s: float, output_bytes: int = 65536) -> ShellResult:
+        self._check_running()
+        return await self._shell.run(command, timeout_s, output_bytes)
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float,
+        output_bytes: int = 65536,
+    ) -> ShellResult:
+        self._check_running()
+        ground = self._ground
+        site = Site(ground.daemon, ground.calls, self._container, self._order, self._awake)
+        return await execute(site, argv, stdin=stdin, timeout_s=timeout_s, output_bytes=output_bytes)
+
+    async def _order(self, order: str) -> None:
+        await self._stream.send(f"{order}\n")
+
+    def _check_running(self) -> None:
+        self._check_there()
+        if self._paused:
+            raise SandboxError(f"sandbox {self.name!r} is paused; resume it first")
+
+    def _check_there(self) -> None:
+        if self._removal is not None or self._stream.ended:
+            raise SandboxError(f"sandbox {self.name!r} has ended")
+
+    async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        return await self._transfer(partial(self._files.read, path, max_bytes))
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._transfer(partial(self._files.write, path, data))
+
+    async def upload(self, archive: bytes, path: str = ".") -> None:
+        await self._transfer(partial(self._files.upload, archive, path, self._plan.rlimits["fsize"]))
+
+    async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
+        return await self._transfer(partial(self._files.download, path, max_bytes))
+
+    async def place(self, files: dict[str, bytes]) -> None:
+        """Write the files of a blueprint into a sandbox that was started without them."""
+        file_bytes = self._plan.rlimits["fsize"]
+        await self._transfer(partial(place_files, self._ground, self._container, files, file_bytes))
+
+    async def _transfer(self, work: Callable[[], T]) -> T:
+        self._check_there()
+        return await self._ground.calls.run(work, _TRANSFER_S)
+
+    async def pause(self) -> None:
+        async with self._changing:
+            self._check_there()
+            self._paused = True
+            await self._change(self._ground.daemon.pause)
+
+    async def reclaim(self) -> None:
+        raise Unsupported("docker has no call that moves the memory of a container out; snapshot it instead")
+
+    async def resume(self) -> None:
+        async with self._changing:
+            self._check_there()
+            await self._change(self._ground.daemon.unpause)
+            self._paused = False
+
+    async def _change(self, change: Callable[[str], None]) -> None:
+        """Not given up half-way: nobody would know which of the two it then is."""
+        with anyio.CancelScope(shield=True), suppress(Conflict):  # it is so already
+            await self._ground.calls.run(partial(change, self._container))
+
+    @asynccontextmanager
+    async def _awake(self) -> AsyncGenerator[None]:
+        """Its processes are not paused inside."""
+        async with self._changing:
+            if self._paused:
+                await self._change(self._ground.daemon.unpause)
+            try:
+                yield
+            finally:
+                if self._paused and not self._stream.ended:
+                    await self._change(self._ground.daemon.pause)
+
+    async def snapshot(self) -> Snapshot:
+        ground = self._ground
+        reference = ground.images.new_reference()
+        async with self._changing:
+            self._check_there()
+            commit = ground.calls.begin(partial(self._commit, reference))
+            try:
+                size_bytes = await ground.calls.wait(commit, _COMMIT_S)
+            except BaseException:
+                ground.calls.begin(partial(self._forget_after, commit, reference))
+                raise
+        return Snapshot("docker", reference, size_bytes)
+
+    def _commit(self, reference: str) -> int:
+        self._ground.daemon.commit(self._container, reference, self._plan.labels)
+        return self._ground.daemon.layer_bytes(reference)
+
+    def _forget_after(self, commit: "Future[int]", reference: str) -> None:
+        commit.exception()
+        self._ground.images.forget(reference)
+
+    async def usage(self) -> SandboxUsage:
+        self._check_there()
+        return await self._ground.calls.run(self._usage)
+
+    def _usage(self) -> SandboxUsage:
+        seen = self._ground.daemon.counters(self._container)
+        self._peak_bytes = max(self._peak_bytes, seen.peak_memory_bytes)
+        written_bytes = self._ground.daemon.written_bytes(self._container)
+        return SandboxUsage(seen.memory_bytes, self._peak_bytes, seen.cpu_s, seen.processes, written_bytes)
+
+    async def stop(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._ground.calls.wait(self.end_soon(), _STOP_S)
+
+    def end_soon(self) -> "Future[None]":
+        """Begin what `stop` waits for; it goes on although nobody waits."""
+        failed = self._removal is not None and self._removal.done() and self._removal.exception()
+        if self._removal is None or failed:
+            self._removal = self._ground.calls.begin(partial(remove_container, self._ground, self._container))
+        self._stream.close()
+        return self._removal
+
+
+def remove_container(ground: Ground, container: str) -> None:
+    """End and remove it; what is already gone is fine.  Blocks until it is gone."""
+    daemon = ground.daemon
+    give_up_s = time.monotonic() + _GONE_S
+    while time.monotonic() < give_up_s:
+        try:
+            daemon.remove(container)
+        except Missing:
+            break
+        except Conflict:  # its removal is in progress
+            time.sleep(_LOOK_AGAIN_S)
+    else:
+        raise SandboxError(f"container {container} cannot be removed")
+    ground.images.sweep()
+
+
+def place_files(ground: Ground, container: str, files: dict[str, bytes], file_bytes: int) -> None:
+    """Write the files of a blueprint; SandboxError when one of them cannot be.  Blocks."""
+    with Packer(ground.uid) as packer:
+        for name, content in files.items():
+            packer.file(name, content)
+        archive = packer.archive()
+    try:
+        Files(ground.daemon, container, ground.uid).upload(archive, ".", file_bytes)
+    except PathError as error:
+        raise SandboxError(f"a file that the workspace starts with: {error}") from error

@@ -1,0 +1,103 @@
+"""What can be said about the docker backend where there is no daemon, or a bad one."""
+
+import socket
+import threading
+from pathlib import Path
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandboxes import sandbox_root
+from sostenuto.errors import SandboxError, Unsupported
+from sostenuto.sandbox.docker import backend as backend_module
+from sostenuto.sandbox.docker.address import find_socket
+from sostenuto.sandbox.docker.backend import DockerBackend, DockerSettings
+from sostenuto.sandbox.docker.calls import Calls
+from sostenuto.sandbox.docker.stream import Marks
+from sostenuto.sandbox.docker.wire import STDERR, STDOUT, Frames
+from sostenuto.sandbox.output import HeadTail
+from sostenuto.sandbox.protocol import Blueprint
+
+
+def cut(data: bytes, at: list[int]) -> list[bytes]:
+    places = sorted({min(place, len(data)) for place in at})
+    return [data[a:b] for a, b in zip([0, *places], [*places, len(data)], strict=True)]
+
+
+_PIECES = st.lists(st.tuples(st.sampled_from([STDOUT, STDERR]), st.binary(max_size=30)), max_size=8)
+
+
+@given(_PIECES, st.lists(st.integers(0, 300), max_size=10))
+def test_frames_are_the_same_however_they_are_cut(pieces: list[tuple[int, bytes]], at: list[int]):
+    data = b"".join(bytes([kind, 0, 0, 0]) + len(text).to_bytes(4, "big") + text for kind, text in pieces)
+    frames = Frames()
+    seen = {STDOUT: b"", STDERR: b""}
+    for chunk in cut(data, at):
+        for kind, piece in frames.feed(chunk):
+            seen[kind] += piece
+    for kind in (STDOUT, STDERR):
+        assert seen[kind] == b"".join(text for of, text in pieces if of == kind)
+
+
+@given(
+    st.lists(st.sampled_from([b"ab", b"abab", b"aba", b"a", b"b", b"abac", b"x"])),
+    st.lists(st.integers(0, 60)),
+)
+def test_marks_are_taken_out_however_they_are_cut(words: list[bytes], at: list[int]):
+    mark, data = b"abac", b"".join(words)
+    sink, marks = HeadTail(1 << 16), Marks(mark)
+    for chunk in cut(data, at):
+        marks.pass_on(chunk, sink)
+    marks.pass_on(b"!", sink)  # what was held back cannot begin a mark any more
+    assert sink.text()[0].encode() == data.replace(mark, b"") + b"!"
+    assert marks.seen == data.count(mark)
+
+
+def test_a_socket_that_cannot_be_used_comes_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
+    with pytest.raises(Unsupported, match="only unix:// sockets"):
+        find_socket(None)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none")
+    with pytest.raises(Unsupported, match=r"no Docker or Podman socket at .*none; start the daemon"):
+        find_socket(None)
+    with socket.socket(socket.AF_UNIX) as closed:
+        closed.bind(str(tmp_path / "closed"))
+    with pytest.raises(Unsupported, match="nothing answers"):
+        find_socket(str(tmp_path / "closed"))
+
+
+async def test_without_a_daemon_a_probe_says_so_and_a_start_is_unsupported(tmp_path: Path):
+    backend = DockerBackend(tmp_path, DockerSettings(socket=str(tmp_path / "none")))
+    probe = await backend.probe()
+    assert not probe.works
+    assert "start the daemon" in probe.remedy
+    with pytest.raises(Unsupported):
+        await backend.start("x", Blueprint())
+
+
+async def test_a_daemon_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sostenuto.sandbox.docker.typed.SILENCE_S", 1.0)
+    monkeypatch.setattr(backend_module, "_PROBE_S", 0.3)
+    with sandbox_root() as root, socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(root / "mute"))
+        mute.listen()
+        probe = await DockerBackend(root, DockerSettings(socket=str(root / "mute"))).probe()
+    assert not probe.works
+    assert "no answer" in probe.details["error"]
+
+
+async def test_a_call_given_up_before_it_began_is_not_made_and_holds_no_slot():
+    calls = Calls(1)
+    go_on = threading.Event()
+    made: list[int] = []
+    hung = calls.begin(go_on.wait)
+    with pytest.raises(SandboxError, match="no answer within"):
+        await calls.run(lambda: made.append(1), within_s=0.05)
+    with anyio.move_on_after(0.05):
+        await calls.run(lambda: made.append(2))
+    go_on.set()
+    assert await calls.wait(hung)
+    assert await calls.run(lambda: made.append(3)) is None
+    assert made == [3]
