@@ -35,26 +35,25 @@ class _Timed(Scheduler):
 
 def measure_events(tell: Tell, *, quick: bool) -> None:
     """Programs of a few turns, twice as many as the pools hold."""
-    for programs, target_us in ((10_000, 50), (100_000, 100)):
+    for programs, engines, target_us in ((10_000, 8, 50), (10_000, 39, 50), (100_000, 8, 100)):
         count = programs // 20 if quick else programs
-        workload, fleet = _crowd(count)
+        workload, fleet = _crowd(count, engines)
         policy = _Timed(SchedulerSettings(live_programs=count))
         simulate(policy, workload, fleet)
-        name = f"one event at {programs:,} programs on 8 engines"
+        name = f"one event at {programs:,} programs on {engines} engines"
         tell(f"{name}, mean", policy.spent_s / policy.events * 1e6, "us", f"<= {target_us}")
         target = "<= 5" if programs == 100_000 else None
         tell(f"{name}, longest", policy.longest_s * 1e3, "ms", target)
 
 
-def _crowd(programs: int) -> tuple[Workload, FleetProfile]:
-    """All in the system at once, on eight engines."""
+def _crowd(programs: int, engines: int) -> tuple[Workload, FleetProfile]:
+    """All in the system at once."""
     workload = generate("remote-tools", programs=programs, seed=3, concurrency=programs)
     few = Workload(
         workload.name,
         tuple(_first_turns(plan) for plan in workload.programs),
         concurrency=programs,
     )
-    engines = 8
     profile = load_profile("pod-h100x2-qwen3-30b")
     tokens = round(working_set_tokens(few, programs) / 2 / engines)
     return few, FleetProfile(engines=engines, engine=profile.model_copy(update={"kv_tokens": tokens}))

@@ -17,6 +17,7 @@ from sostenuto.scheduler.actions import (
     ToolServerJoined,
     TurnEnded,
     UpdateCommitted,
+    UpdateFailed,
 )
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.frame import Frame
@@ -27,12 +28,13 @@ from sostenuto.scheduler.patience import Patience
 from sostenuto.scheduler.prefetch import Prefetch
 from sostenuto.scheduler.program import NEVER, Program
 from sostenuto.scheduler.rates import EngineRates
+from sostenuto.scheduler.roster import Roster
 from sostenuto.scheduler.sandboxes import SandboxLedger
 from sostenuto.scheduler.seat import Seat
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.scheduler.tool_times import ToolTimes
 from sostenuto.scheduler.window import Window
-from sostenuto.types import EngineId, Version
+from sostenuto.types import Version
 
 
 class Books(Frame):
@@ -45,7 +47,8 @@ class Books(Frame):
         self, settings: SchedulerSettings | None = None, *, foresight: Foresight | None = None
     ) -> None:
         super().__init__(settings)
-        self._seats: dict[EngineId, Seat] = {}
+        self._roster = Roster()
+        self._seats = self._roster.seats
         self._waiting = KeyQueue()
         """Programs that hold no KV and lack nothing else."""
         self._newcomers: list[Program] = []
@@ -80,16 +83,15 @@ class Books(Frame):
             window=Window() if event.kv_tokens is None else None,
             host=KvLedger(event.host_tokens) if event.host_tokens else None,
             host_tokens_s=event.host_tokens_s,
+            marks=self._roster.marks,
         )
         seat.follow_window()
-        self._seats[seat.id] = seat
+        self._roster.join(seat)
         return seat
 
     def _on_engine_lost(self, event: EngineLost, now_s: float) -> list[Action]:
         actions = super()._on_engine_lost(event, now_s)
-        lost = self._seats.pop(event.engine_id, None)
-        if lost is not None:
-            lost.unclaim()
+        lost = self._roster.leave(event.engine_id)
         for program in list(self._programs.values()) if lost and lost.host else []:
             if program.offloaded_to is lost:
                 program.offloaded_to = None
@@ -101,8 +103,13 @@ class Books(Frame):
             return super()._on_committed(event, now_s)
         for program in list(seat.offloaded.values()) if event.dropped_kv else []:
             program.leave_host()
-        seat.is_changed = True
+        seat.changes()
+        self._roster.stir_all()
         return super()._on_committed(event, now_s)
+
+    def _on_update_failed(self, event: UpdateFailed, now_s: float) -> list[Action]:
+        self._roster.stir_all()
+        return super()._on_update_failed(event, now_s)
 
     def _on_engine_loaded(self, event: EngineLoaded, now_s: float) -> list[Action]:
         del now_s
@@ -131,8 +138,7 @@ class Books(Frame):
             return False
         limit = self._settings.prepare_ahead
         if limit is None:
-            free = sum(seat.kv.free_tokens for seat in self._seats.values())
-            limit = self._prefetch.ahead(free, now_s)
+            limit = self._prefetch.ahead(self._roster.free_tokens(), now_s)
         return len(self._preparing) + self._unstarted < limit
 
     def _next_sandbox_fits(self) -> bool:
@@ -167,7 +173,8 @@ class Books(Frame):
         program.fatigue /= 2
         if seat is None:
             return
-        seat.is_changed |= seat.free_slots <= 0
+        if seat.free_slots <= 0:
+            seat.changes()
         together = seat.program_seconds(now_s) - program.decoding_from
         if cost is not None and took_s > 0:
             seat.rates.prefilled(cost.prefilled_tokens, cost.prefill_s)
@@ -203,8 +210,7 @@ class Books(Frame):
             return
         seat.stop_acting(program)
         seat.grew(max(0, program.wanted.private_tokens - program.held_tokens))
-        seat.ready.add(key, program)
-        seat.ready_needs = 0
+        seat.is_ready(program, key)
 
     def _leaves(self, program: Program, now_s: float) -> None:
         if program.phase is Phase.WAITING and program in self.patience:
@@ -215,14 +221,15 @@ class Books(Frame):
         seat = self.seat_of(program)
         if seat is not None:
             seat.program_seconds(now_s)
-            seat.is_changed |= seat.free_slots <= 0
+            if seat.free_slots <= 0:
+                seat.changes()
             seat.forget(program)
             self._look_if_idle(seat)
 
     def _look_if_idle(self, seat: Seat) -> None:
         """Nothing decodes there any more: whatever KV costs may be given up now."""
         if not seat.decoding:
-            seat.is_changed = True
+            seat.changes()
             seat.too_much_tokens = NEVER
 
     def _stops_waiting(self, program: Program) -> None:
@@ -263,7 +270,7 @@ class Books(Frame):
             if program.id in self._waiting:
                 self._waiting.add(key, program)
             elif seat is not None and program.id in seat.ready:
-                seat.ready.add(key, program)
+                seat.is_ready(program, key)
 
     def _waited(self, program: Program, now_s: float) -> None:
         """It is about to decode: keep count of how long programs wait."""

@@ -79,7 +79,7 @@ class Frame(ABC):
             PublicationBegun: lambda event, _: self.gate.begin(event.version),
             UpdateStaged: lambda event, _: self.gate.staged(event.engine_id, event.version),
             UpdateCommitted: self._on_committed,
-            UpdateFailed: lambda event, _: self.gate.failed(event.engine_id, event.version, event.reason),
+            UpdateFailed: self._on_update_failed,
         }
 
     def __repr__(self) -> str:
@@ -299,6 +299,10 @@ class Frame(ABC):
         if event.dropped_kv and self.gate.expects_commit(event.engine_id, event.version):
             self._empty(event.engine_id, Move.EVICT, now_s)
         return self.gate.committed(event.engine_id, event.version)
+
+    def _on_update_failed(self, event: UpdateFailed, now_s: float) -> list[Action]:
+        del now_s
+        return self.gate.failed(event.engine_id, event.version, event.reason)
 
     def _empty(self, engine_id: EngineId, move: Move, now_s: float) -> None:
         """The engine has lost KV: of every program, or (EVICT) of those between turns."""

@@ -4,9 +4,10 @@ Groups finish together: the members of a group have the place of its first membe
 is missing comes before the others, and a record that is about to become too stale to be trained before all.
 """
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from sortedcontainers import SortedList
 
 from sostenuto.scheduler.program import Program
 from sostenuto.types import GroupId, ProgramId, Version
@@ -22,50 +23,40 @@ _ALMOST = 0.25
 
 
 class KeyQueue:
-    """Programs by key.  Leaving costs nothing until the entry comes up."""
+    """Programs by key."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Key, ProgramId, Program]] = []
-        self._keys: dict[ProgramId, Key] = {}
+        self._sorted = SortedList[tuple[Key, ProgramId]]()
+        self._members: dict[ProgramId, tuple[Key, Program]] = {}
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._members)
 
     def __contains__(self, program_id: ProgramId) -> bool:
-        return program_id in self._keys
+        return program_id in self._members
 
     def add(self, key: Key, program: Program) -> None:
-        self._keys[program.id] = key
-        heapq.heappush(self._heap, (key, program.id, program))
+        """A program that is here already gets the new key."""
+        self.discard(program.id)
+        self._members[program.id] = (key, program)
+        self._sorted.add((key, program.id))
 
     def discard(self, program_id: ProgramId) -> None:
-        self._keys.pop(program_id, None)
+        member = self._members.pop(program_id, None)
+        if member is not None:
+            self._sorted.remove((member[0], program_id))
 
     def key_of(self, program_id: ProgramId) -> Key | None:
-        return self._keys.get(program_id)
-
-    def first(self) -> Program | None:
-        heap, keys = self._heap, self._keys
-        while heap and keys.get(heap[0][1]) != heap[0][0]:
-            heapq.heappop(heap)
-        return heap[0][2] if heap else None
+        member = self._members.get(program_id)
+        return None if member is None else member[0]
 
     def first_of(self, count: int) -> list[Program]:
-        """The first `count`, in order; they stay in the queue."""
-        taken: list[tuple[Key, ProgramId, Program]] = []
-        while len(taken) < count and self.first() is not None:
-            entry = heapq.heappop(self._heap)
-            if not taken or entry[1] != taken[-1][1]:
-                taken.append(entry)
-        for entry in taken:
-            heapq.heappush(self._heap, entry)
-        return [program for _, _, program in taken]
+        """The first `count`, in order."""
+        return [self._members[program_id][1] for _, program_id in self._sorted[:count]]
 
     def last_first(self) -> Iterator[Program]:
-        """All of them, the last first.  O(n log n): for the few that hold KV on one engine."""
-        live = {id_: entry for entry in self._heap if self._keys.get(id_ := entry[1]) == entry[0]}
-        for entry in sorted(live.values(), reverse=True, key=lambda entry: entry[0]):
-            yield entry[2]
+        """All of them, the last first.  Not to be changed meanwhile."""
+        return (self._members[program_id][1] for _, program_id in reversed(self._sorted))
 
 
 @dataclass(slots=True)

@@ -9,6 +9,8 @@
   their coming back takes.
 """
 
+from collections.abc import Iterable
+
 from sostenuto.scheduler.actions import (
     Action,
     Evict,
@@ -20,6 +22,7 @@ from sostenuto.scheduler.books import Books
 from sostenuto.scheduler.lifecycle import Move
 from sostenuto.scheduler.order import FIRST, Key
 from sostenuto.scheduler.program import NEVER, Program, Reason
+from sostenuto.scheduler.roster import loosest
 from sostenuto.scheduler.seat import Seat, Taken
 from sostenuto.types import SandboxRung
 
@@ -27,8 +30,8 @@ _SWEEP_S = 1.0
 """While somebody waits, engines that had no room are looked at again: rates of return fall with time."""
 _LOOK_PAST = 2
 """Programs that are tried where the first of them may find no room."""
-_LOOK_FOR_DUE = 64
-"""Programs that are looked at for one that an unclaimed engine could be cleared for."""
+_LOOK_FAR = 64
+"""Programs that are looked at for one that a certain engine can hold."""
 _SNAPSHOT_AFTER = 20.0
 """A sandbox that lies idle for so many times what a snapshot costs is snapshotted."""
 
@@ -51,18 +54,19 @@ class Scheduler(Books):
             self._newcomers.clear()
             return actions
         actions += self._serve_the_due(now_s)
-        for seat in self._seats.values():
+        stirred = self._roster.take_stirred()
+        for seat in stirred:
             if seat.may_resume:
                 actions += self._resume(seat, now_s)
         newcomers, self._newcomers = self._newcomers, []
         if len(self._waiting):
-            actions += self._admit(newcomers, now_s)
+            actions += self._admit(newcomers, stirred, now_s)
         return actions
 
     def _sweep(self, now_s: float) -> list[Action]:
         self._swept_s = now_s
         for seat in self._seats.values():
-            seat.is_changed = True
+            seat.changes()
             seat.too_much_tokens = float("inf")
         return self._make_room_for_sandbox()
 
@@ -71,28 +75,33 @@ class Scheduler(Books):
     def _serve_the_due(self, now_s: float) -> list[Action]:
         if not self.patience.is_anybody_due(now_s - self._settings.patience_s):
             return []
-        for seat in self._seats.values():
+        for seat in self._roster.claimed:
             if not self.gate.may_start(seat.id):
                 seat.unclaim()
-        unclaimed = sum(seat.claimed_by is None for seat in self._seats.values())
-        looked_at = _LOOK_FOR_DUE if unclaimed else 0
-        for program in self.patience.due(now_s - self._settings.patience_s, looked_at):
-            if program.claims is None and (seat := self._to_clear(program)) is not None:
-                seat.claimed_by, program.claims = program, seat
+        if self._roster.has_unclaimed:
+            self._claim_for_the_due(now_s)
         actions: list[Action] = []
-        for seat in self._seats.values():
-            if seat.claimed_by is not None:
+        for seat in self._roster.claimed:
+            if seat.claimed_by is not None and seat.is_stirred:
                 actions += self._clear(seat, seat.claimed_by, now_s)
         return actions
+
+    def _claim_for_the_due(self, now_s: float) -> None:
+        for program in self.patience.due(now_s - self._settings.patience_s, _LOOK_FAR):
+            if program.claims is None and (seat := self._to_clear(program)) is not None:
+                seat.claim(program)
 
     def _to_clear(self, program: Program) -> Seat | None:
         """Where its KV is; else the engine that has least to end before it fits."""
         home = self.seat_of(program)
-        unclaimed = [s for s in self._seats.values() if s.claimed_by is None and self.gate.may_start(s.id)]
-        if home is not None:
-            return home if home in unclaimed else None
-        able = [seat for seat in unclaimed if seat.could_ever_hold(program.wanted)]
-        return max(able, key=lambda seat: seat.kv.free_tokens + seat.acting_tokens, default=None)
+        seats = [home] if home is not None else self._seats.values()
+        return loosest(
+            seat
+            for seat in seats
+            if seat.claimed_by is None
+            and self.gate.may_start(seat.id)
+            and (seat is home or seat.could_ever_hold(program.wanted))
+        )
 
     def _clear(self, seat: Seat, program: Program, now_s: float) -> list[Action]:
         """Start the program that the engine is kept clear for as soon as it fits."""
@@ -116,8 +125,15 @@ class Scheduler(Books):
         actions: list[Action] = []
         if not self.gate.may_start(seat.id):
             return self._forsake(seat, now_s)
-        if seat.claimed_by is not None:
-            return actions
+        while seat.claimed_by is None and seat.may_resume:
+            started = self._resume_first(seat, now_s)
+            actions += started
+            if not started:
+                break
+        return actions
+
+    def _resume_first(self, seat: Seat, now_s: float) -> list[Action]:
+        actions: list[Action] = []
         seat.ready_needs = NEVER
         for program in seat.ready.first_of(_LOOK_PAST):
             if seat.free_slots <= 0:
@@ -132,6 +148,8 @@ class Scheduler(Books):
             if started is None:
                 started = self._start_elsewhere(program, seat, now_s)
             actions += started or []
+        if actions:
+            seat.ready_needs = 0
         return actions
 
     def _forsake(self, seat: Seat, now_s: float) -> list[Action]:
@@ -165,54 +183,79 @@ class Scheduler(Books):
         anew_s = home.prefill_s(program.wanted.private_tokens)
         if len(self._seats) == 1 or now_s - program.runnable_since_s < anew_s:
             return None
-        others = [s for s in self._usable(program) if s is not home and not self._lacking(program, s)]
+        others = [
+            s
+            for s in self._usable(program, self._roster.roomiest())
+            if s is not home and not s.lacking_tokens(program)
+        ]
         if not others:
             return None
-        seat = min(others, key=lambda other: self._load_with(program, other))
+        seat = min(others, key=lambda other: other.load_with(program))
         self._give_up_kv(program, Move.EVICT, now_s)
         return [Evict(program.id, home.id), *(self._begin(program, seat, [], now_s) or [])]
 
     # ---- where there is none ----
 
-    def _admit(self, newcomers: list[Program], now_s: float) -> list[Action]:
+    def _admit(self, newcomers: list[Program], stirred: list[Seat], now_s: float) -> list[Action]:
         """Programs that hold no KV: in order where an engine has changed, else only those that are new."""
         actions: list[Action] = []
-        while any(seat.may_admit for seat in self._seats.values()):
-            for seat in self._seats.values():
+        seats = [seat for seat in stirred if seat.may_admit]
+        while seats and len(self._waiting):
+            for seat in seats:
                 seat.is_changed, seat.waiting_needs = False, NEVER
-            made = [self._place(program, now_s) for program in self._waiting.first_of(_LOOK_PAST)]
+            made = [self._place(program, seats, now_s) for program in self._first_for(seats)]
             started = [action for some in made for action in some or ()]
             actions += started
-            if not started or not len(self._waiting):
-                break
+            # Who comes next in the queue has not been tried anywhere.
+            seats = self._roster.roomiest() if started else []
         if newcomers:
-            first = {program.id for program in self._waiting.first_of(_LOOK_PAST)}
+            seats = self._roster.roomiest()
+            first = {program.id for program in self._first_for(seats)}
             for program in newcomers:
                 if program.id in first:
-                    actions += self._place(program, now_s) or []
+                    actions += self._place(program, seats, now_s) or []
                 elif program.id in self._waiting:
                     actions += self._refuse(program)
         return actions
 
-    def _usable(self, program: Program) -> list[Seat]:
+    def _first_for(self, seats: list[Seat]) -> list[Program]:
+        """Who comes first: for each of `seats` the first few that it could hold if it were empty.
+
+        Who has to wait for another engine does not stand in the way of others.
+        """
+        first = self._waiting.first_of(_LOOK_PAST)
+        able = [seat for seat in seats if seat.claimed_by is None and self.gate.may_start(seat.id)]
+        if not able or all(map(self._roster.fits_all, (program.wanted for program in first))):
+            return first
+        tries = {seat.id: _LOOK_PAST for seat in able}
+        first.clear()
+        for program in self._waiting.first_of(_LOOK_FAR):
+            fits = [seat for seat in able if tries[seat.id] and seat.could_ever_hold(program.wanted)]
+            for seat in fits:
+                tries[seat.id] -= 1
+            if fits or not self._roster.able(program.wanted):
+                first.append(program)
+        return first
+
+    def _usable(self, program: Program, seats: Iterable[Seat]) -> list[Seat]:
         return [
             seat
-            for seat in self._seats.values()
+            for seat in seats
             if seat.claimed_by is None
             and seat.free_slots > 0
             and self.gate.may_start(seat.id)
             and seat.could_ever_hold(program.wanted)
         ]
 
-    def _place(self, program: Program, now_s: float) -> list[Action] | None:
-        """Start it, or refuse it; None: it goes on waiting."""
-        usable = self._usable(program)
+    def _place(self, program: Program, seats: list[Seat], now_s: float) -> list[Action] | None:
+        """Start it on one of `seats`, or refuse it; None: it goes on waiting."""
+        usable = self._usable(program, seats)
         if not usable:
             return self._wait_or_refuse(program, now_s)
-        needs = [(self._lacking(program, seat), seat) for seat in usable]
+        needs = [(seat.lacking_tokens(program), seat) for seat in usable]
         free = [seat for needed, seat in needs if not needed]
         if free:
-            seat = min(free, key=lambda seat: self._load_with(program, seat))
+            seat = min(free, key=lambda seat: seat.load_with(program))
             return self._begin(program, seat, [], now_s)
         for needed, seat in needs:
             seat.waiting_needs = min(seat.waiting_needs, seat.kv.free_tokens + needed)
@@ -225,30 +268,14 @@ class Scheduler(Books):
         return None
 
     def _wait_or_refuse(self, program: Program, now_s: float) -> list[Action] | None:
-        able = [seat for seat in self._seats.values() if seat.could_ever_hold(program.wanted)]
-        if not able:
-            return self._refuse(program) or None
-        verified = any(self.gate.may_start(seat.id) for seat in able)
+        if refused := self._refuse(program):
+            return refused
+        verified = any(
+            self.gate.may_start(seat.id) and seat.could_ever_hold(program.wanted)
+            for seat in self._seats.values()
+        )
         self._note(program, Reason.SLOTS if verified else Reason.VERSION, now_s)
         return None
-
-    def _lacking(self, program: Program, seat: Seat) -> int:
-        """What has to be freed there, so that those who hold KV can go on as well."""
-        headroom = seat.headroom_tokens if seat.decoding else 0
-        growth = seat.kv.growth_tokens(program.id, program.wanted)
-        return max(0, growth + headroom - seat.kv.free_tokens)
-
-    def _load_with(self, program: Program, seat: Seat) -> float:
-        """How full it would be, in programs: those that are there, and what has to be prefilled for this one.
-
-        A prefix that is there already counts for what it saves and no more, so that one which all programs
-        share does not draw them all to one engine.
-        """
-        load = float(len(seat.kv))
-        if program.offloaded_to is not seat:
-            growth = seat.kv.growth_tokens(program.id, program.footprint)
-            load += growth / max(1, program.footprint.tokens)
-        return load
 
     def _refuse(self, program: Program) -> list[Action]:
         """Refuse what no engine of the fleet can hold; its shell answers with Answered or Finished."""
@@ -283,15 +310,13 @@ class Scheduler(Books):
         if program.offloaded_to is not None and program.offloaded_to is not seat:
             actions.append(Evict(program.id, program.offloaded_to.id))
         program.leave_host()
-        reserved = seat.kv.reserve(program.id, program.wanted)
-        assert reserved, f"{program.id} does not fit on {seat.id}"
+        fits = seat.takes_in(program)
+        assert fits, f"{program.id} does not fit on {seat.id}"
         if program.is_unstarted:
             self._prefetch.admitted(now_s)
-        engines = sum(other.could_ever_hold(program.wanted) for other in self._seats.values())
-        self.patience.served(program, now_s, self._settings.patience_s, engines)
+        self.patience.served(program, now_s, self._settings.patience_s, self._roster.able(program.wanted))
         self._waited(program, now_s)
         self._stops_waiting(program)
-        seat.ready.discard(program.id)
         program.decoding_from = seat.program_seconds(now_s)
         actions.append(self._start(program, seat, now_s))
         return actions

@@ -10,7 +10,7 @@ from sostenuto.scheduler.order import Key, KeyQueue
 from sostenuto.scheduler.program import Program
 from sostenuto.scheduler.rates import EngineRates
 from sostenuto.scheduler.window import Window
-from sostenuto.types import ProgramId
+from sostenuto.types import EngineId, ProgramId
 
 Taken = tuple[Program, int]
 """(program, how many of its tokens it gives up)."""
@@ -21,6 +21,16 @@ _LOOKED_AT = 64
 """Programs among which the cheapest cover is sought."""
 _CERTAIN = 1e3
 """Rate of a program that has its result already."""
+
+
+@dataclass(slots=True)
+class Marks:
+    """Engines that stand out."""
+
+    stirred: dict[EngineId, "Seat"] = field(default_factory=dict[EngineId, "Seat"])
+    """Something has changed there since they were looked at."""
+    claimed: dict[EngineId, "Seat"] = field(default_factory=dict[EngineId, "Seat"])
+    """They are kept clear for a program."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +65,20 @@ class Seat(EngineSeat):
     """So much could not be freed at a price that pays, when it was last looked at."""
     claimed_by: Program | None = None
     """It has waited long enough: nothing else starts here before it."""
+    marks: Marks = field(default_factory=Marks, repr=False)
+    """One for all engines of a fleet."""
+
+    def stir(self) -> None:
+        self.marks.stirred[self.id] = self
+
+    @property
+    def is_stirred(self) -> bool:
+        return self.id in self.marks.stirred
+
+    def changes(self) -> None:
+        """More than free tokens has changed: whoever found no room here may find some."""
+        self.is_changed = True
+        self.stir()
 
     @property
     def free_slots(self) -> int:
@@ -74,8 +98,21 @@ class Seat(EngineSeat):
         """Whether KV is short: then each token that decodes longer than it must is taken from another."""
         return self.kv.free_tokens < _CROWDED * self.kv.capacity_tokens
 
+    def takes_in(self, program: Program) -> bool:
+        """The program will decode here: it holds what its next turn needs.  False: there is no room."""
+        self.stir()
+        self.ready.discard(program.id)
+        return self.kv.reserve(program.id, program.wanted)
+
+    def is_ready(self, program: Program, key: Key) -> None:
+        """The program has its result, and its KV is here."""
+        self.ready.add(key, program)
+        self.ready_needs = 0
+        self.stir()
+
     def hold(self, program: Program, now_s: float) -> None:
         """The program begins to act and keeps what its context takes."""
+        self.stir()
         self.acting.add(program, now_s)
         self.holding += 1
         self.kv.reserve(program.id, program.footprint)
@@ -99,17 +136,43 @@ class Seat(EngineSeat):
 
     def forget(self, program: Program) -> None:
         """It holds nothing on the device any more.  Safe to call twice."""
+        self.stir()
         self.stop_acting(program)
         self.ready.discard(program.id)
         self.decoding.discard(program.id)
         self.kv.release(program.id)
+
+    def claim(self, program: Program) -> None:
+        """From now on it is kept clear for the program."""
+        self.claimed_by, program.claims = program, self
+        self.marks.claimed[self.id] = self
+        self.stir()
 
     def unclaim(self) -> None:
         """It is not kept clear for anybody any more."""
         if self.claimed_by is not None:
             self.claimed_by.claims = None
             self.claimed_by = None
-            self.is_changed = True
+            del self.marks.claimed[self.id]
+            self.changes()
+
+    def lacking_tokens(self, program: Program) -> int:
+        """What has to be freed for it, so that those who hold KV here can go on as well."""
+        headroom = self.headroom_tokens if self.decoding else 0
+        growth = self.kv.growth_tokens(program.id, program.wanted)
+        return max(0, growth + headroom - self.kv.free_tokens)
+
+    def load_with(self, program: Program) -> float:
+        """How full it would be, in programs: those that are there, and what has to be prefilled for this one.
+
+        A prefix that is there already counts for what it saves and no more, so that one which all programs
+        share does not draw them all to one engine.
+        """
+        load = float(len(self.kv))
+        if program.offloaded_to is not self:
+            growth = self.kv.growth_tokens(program.id, program.footprint)
+            load += growth / max(1, program.footprint.tokens)
+        return load
 
     def put_on_host(self, program: Program, tokens: int) -> None:
         """Its KV is in the lower tier, which has room for it."""
@@ -138,8 +201,9 @@ class Seat(EngineSeat):
         return self.kv.could_ever_hold(wanted)
 
     def follow_window(self) -> None:
-        if self.window is not None:
+        if self.window is not None and self.window.tokens != self.kv.capacity_tokens:
             self.kv.resize(self.window.tokens)
+            self.stir()
 
     def break_even_rate(self, tokens: int, needed: int) -> float:
         """Below this rate of return, giving up `tokens` for a program that lacks `needed` pays.
@@ -177,6 +241,7 @@ class Seat(EngineSeat):
         """It acts on without the last `tokens` of its KV."""
         program.held_tokens -= tokens
         self.acting_tokens -= tokens
+        self.stir()
         self.kv.reserve(program.id, Footprint(program.held_tokens, program.footprint.shared))
 
     def _ends(self, needed: int, now_s: float) -> list[Taken] | None:

@@ -50,14 +50,14 @@ def lines_run(do: Callable[[], object]) -> int:
 
 
 class Crowd:
-    """Programs of which a quarter acts, one in ten decodes, and all others wait, on eight engines."""
+    """Programs of which a quarter acts, one in ten decodes, and all others wait."""
 
-    def __init__(self, policy: Frame, programs: int) -> None:
+    def __init__(self, policy: Frame, programs: int, *, engines: int = 8) -> None:
         self.policy = policy
         self.now_s = 0.0
         acting, decoding = programs // 4, programs // 10
-        pool = (acting + decoding) * 100 // 8
-        for number in range(8):
+        pool = (acting + decoding) * 100 // engines
+        for number in range(engines):
             self.feed(EngineJoined(EngineId(f"e{number}"), Version(0, 0), pool, programs))
         for number in range(programs):
             program_id = ProgramId(f"p{number:05}")

@@ -339,6 +339,19 @@ def test_an_event_costs_the_same_with_a_hundred_programs_and_with_ten_thousand()
     assert many_late < 1.5 * few_late
 
 
+def test_an_event_costs_at_most_three_times_as_much_with_eight_times_the_engines():
+    costs: list[tuple[int, int]] = []
+    for engines in (8, 64):
+        settings = SchedulerSettings(live_programs=1600, prepare_ahead=1600)
+        crowded = Crowd(Scheduler(settings), 1600, engines=engines)
+        soon = crowded.a_bit_of_everything()
+        crowded.feed(Tick(), 400)
+        costs.append((soon, crowded.a_bit_of_everything()))
+    (few_soon, few_late), (many_soon, many_late) = costs
+    assert many_soon < 3 * few_soon
+    assert many_late < 3 * few_late
+
+
 def test_a_tick_of_thunderagent_costs_more_the_more_programs_there_are():
     settings = SchedulerSettings(live_programs=1000)
     crowds = [Crowd(ThunderAgent(settings), programs) for programs in (100, 1000)]

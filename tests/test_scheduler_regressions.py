@@ -296,3 +296,22 @@ def test_a_group_that_never_was_complete_is_forgotten_with_its_programs():
     order.submitted(again)
     _, _, group_place, place = order.key(again, None)
     assert group_place == place == again.rank
+
+
+def test_an_engine_that_joins_takes_in_all_that_wait_and_fit_at_once():
+    hand = ours(100)
+    hand.come("holds", 100)
+    for number in range(12):
+        hand.come(f"p{number}", 50)
+    assert len(decoded(hand.feed(EngineJoined(E1, V0, 600, 256, prefill_tokens_s=1000.0)))) == 12
+
+
+def test_who_can_only_go_to_a_busy_engine_does_not_stand_in_the_way_of_others():
+    hand = ours(1000, 100)
+    hand.come("busy", 1000)
+    for number in range(3):
+        hand.come(f"large{number}", 900)
+    hand.come("small", 50)
+    hand.wakes(1)
+    assert phase(hand, "small") is Phase.REASONING
+    assert phase(hand, "large0") is Phase.WAITING
