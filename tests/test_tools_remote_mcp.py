@@ -16,7 +16,7 @@ import pytest
 
 from hosts import until_gone
 from remote_services import KEY, remote_tools, saying, service
-from sostenuto.errors import ConfigError, ToolServerError
+from sostenuto.errors import ConfigError, ToolServerError, Unsupported
 from sostenuto.tools.remote.declared import McpServer
 from sostenuto.tools.remote.tool import RemoteTool
 from sostenuto.types import ToolStatus
@@ -206,3 +206,10 @@ async def test_a_page_that_is_no_mcp_server_is_no_server():
         with pytest.raises(ToolServerError, match="does not run"):
             async with remote_tools(McpServer("web", url=there.url, start_s=3)):
                 pass
+
+
+async def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(Unsupported, match=r"install sostenuto\[mcp\]"):
+        async with remote_tools(over_pipes()):
+            pass

@@ -20,6 +20,9 @@ class Claim:
         """The part of it that exists at all."""
         return Claim(min(self.millicpus, whole.millicpus), min(self.memory_bytes, whole.memory_bytes))
 
+    def fits(self, free: "Claim") -> bool:
+        return self.millicpus <= free.millicpus and self.memory_bytes <= free.memory_bytes
+
     def lacking(self, free: "Claim") -> "Claim":
         """What of it is not free."""
         return Claim(max(0, self.millicpus - free.millicpus), max(0, self.memory_bytes - free.memory_bytes))
@@ -28,6 +31,3 @@ class Claim:
         """Whether both want some of the same."""
         cpus = self.millicpus and other.millicpus
         return bool(cpus or (self.memory_bytes and other.memory_bytes))
-
-    def __bool__(self) -> bool:
-        return bool(self.millicpus or self.memory_bytes)

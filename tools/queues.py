@@ -92,14 +92,18 @@ class _Tool:
     name: str
     limits: ToolLimits
     queue: _Queue
+    claim: Claim = field(default_factory=Claim)
+    """Of its next call."""
     peaks: Peaks = field(default_factory=Peaks)
     lines: dict[tuple[str, int], _Line] = field(default_factory=dict[tuple[str, int], _Line])
     heap: list[tuple[float, int, tuple[str, int]]] = field(
         default_factory=list[tuple[float, int, tuple[str, int]]]
     )
 
-    def claim(self) -> Claim:
-        return Claim(round(self.limits.cpus * 1000), max(self.limits.memory_bytes, self.peaks.claim_bytes))
+    def set_claim(self, whole: Claim) -> None:
+        """After what it declares or took has changed."""
+        memory_bytes = max(self.limits.memory_bytes, self.peaks.claim_bytes)
+        self.claim = Claim(round(self.limits.cpus * 1000), memory_bytes).within(whole)
 
     def first(self) -> tuple[float, int, tuple[str, int]]:
         """The heap's entry of the line whose turn it is.  There is one."""
@@ -153,11 +157,13 @@ class Queues:
             queue = self._queues.setdefault(limits.queue or tool, _Queue())
             known = self._tools[tool] = _Tool(tool, limits, queue)
         known.limits = limits
+        known.set_claim(self._whole)
         known.queue.declare(tool, limits)
 
     def measured(self, tool: str, peak_bytes: int) -> None:
         """Remember what memory a call of the tool took."""
         self._tools[tool].peaks.add(peak_bytes)
+        self._tools[tool].set_claim(self._whole)
 
     def enter(self, program_id: str, tool: str, priority: int, *, now_s: float) -> Call:
         """Let a call wait at a declared tool; Overloaded when too many wait there."""
@@ -200,15 +206,15 @@ class Queues:
         """The tool whose first line may start a call now."""
         ready = [t for t in self._waiting.values() if t.queue.has_place and t.queue.pace.opens_s <= now_s]
         free, reserved = self._whole - self._used, Claim()
+        if not any(tool.claim.fits(free) for tool in ready):
+            return None
         for tool in sorted(ready, key=lambda tool: tool.first()[:2]):
-            claim = tool.claim().within(self._whole)
-            if claim.touches(reserved):
+            if tool.claim.touches(reserved):
                 continue
-            lacking = claim.lacking(free)
-            if not lacking:
+            if tool.claim.fits(free):
                 return tool
             if now_s - tool.lines[tool.first()[2]].since_s >= self._patience_s:
-                reserved += lacking
+                reserved += tool.claim.lacking(free)
         return None
 
     def _begin(self, tool: _Tool, now_s: float) -> Call:
@@ -216,7 +222,7 @@ class Queues:
         line = tool.lines[key]
         call = next(iter(line.calls))
         call.started_s = now_s
-        call.claim = tool.claim().within(self._whole)
+        call.claim = tool.claim
         self._used += call.claim
         tool.queue.begin(now_s)
         self._take_out(tool, call)

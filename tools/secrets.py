@@ -41,7 +41,7 @@ class Secrets:
         return self._name_of.keys()
 
     def fill(self, text: str, where: str) -> str:
-        """The text with that secret's value for every `${NAME}`, or a ConfigError that begins with `where`."""
+        """The text with that secret's value for every `${NAME}`, or a ConfigError that `where` begins."""
 
         def value(found: re.Match[str]) -> str:
             if found[1] not in self._value_of:
