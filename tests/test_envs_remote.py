@@ -97,9 +97,7 @@ async def test_what_a_service_says_keeps_within_the_cap_of_its_tool():
 
 async def test_a_secret_that_the_server_does_not_have_stops_the_preparation():
     remote = search("http://127.0.0.1:9/", headers={"X-Key": "${OTHER}"})
-    with pytest.raises(
-        ConfigError, match=r"WithServices: remote: .*secret 'OTHER' was not given"
-    ):
+    with pytest.raises(ConfigError, match=r"WithServices: remote: .*secret 'OTHER' was not given"):
         async with prepared(searcher(remote)):
             pass
 
