@@ -112,14 +112,19 @@ class Cgroup:
                     raise SandboxError(f"cgroup {self._name}: a process does not freeze")
                 time.sleep(_POLL_S)
 
-    def move_out(self) -> None:
-        """Move its memory to swap; blocks while that is written.  Unsupported says what is missing."""
+    def check_moves_out(self) -> None:
+        """Raise Unsupported, with what is missing, where `move_out` can do nothing."""
         if self._memory is None:
             raise Unsupported(f"memory cannot be moved out: {REMEDY}")
         if not _has_swap():
             raise Unsupported("memory cannot be moved out: this system has no swap; add some with swapon")
+
+    def move_out(self) -> None:
+        """Move its memory to swap; blocks while that is written."""
+        self.check_moves_out()
         with self._named():
-            self._memory.move_out()
+            if self._memory is not None:
+                self._memory.move_out()
 
     def let_back(self) -> None:
         """Undo `move_out`: what the processes touch comes back."""

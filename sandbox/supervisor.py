@@ -88,6 +88,7 @@ def _become_shell(order: Order, libc: ctypes.CDLL) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         os.setsid()
+        _be_expendable()
         _drop_user(order.uid)
         _prctl(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)  # forgotten at a change of user, hence after it
         _prctl(libc, _PR_SET_NO_NEW_PRIVS, 1)
@@ -98,6 +99,12 @@ def _become_shell(order: Order, libc: ctypes.CDLL) -> None:
     except OSError as exc:
         os.write(2, f"cannot start the shell: {exc}\n".encode())
     os._exit(127)
+
+
+def _be_expendable() -> None:
+    """When memory runs out, what runs in the sandbox is ended before the supervisor."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123 - see processes
+        file.write("500")
 
 
 def _drop_user(uid: int | None) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import anyio
 
 from sostenuto.errors import SostenutoError
+from sostenuto.sandbox.cgroups import describe_limits, find_cgroups
 from sostenuto.sandbox.protocol import Backend, Blueprint, Probe
 
 TRIAL_S = 20.0
@@ -20,6 +21,10 @@ async def try_out(backend: Backend, isolation: str, remedy: Callable[[str], str]
         except SostenutoError as exc:
             said = str(exc)
         else:
+            cgroups = find_cgroups()
+            details["limits"] = describe_limits(cgroups)
+            if cgroups is not None:
+                isolation = f"{isolation}, {cgroups.describe()}"
             return Probe(backend.name, works=True, isolation=isolation, details=details)
     return Probe(backend.name, False, isolation, remedy(said), {"error": said})
 

@@ -62,9 +62,10 @@ def real(bounds: Bounds) -> Generator[Cgroup]:
 
 
 def own_groups() -> list[Path]:
-    """Groups of this process, wherever they are."""
+    """Groups of this process, in all places where it may have made some."""
     mark = new_name().rsplit(".", 1)[0]
-    return [path for mount in find_mounts(Tree()) for path in mount.top.rglob(f"{mark}.*")]
+    places = [path for mount in find_mounts(Tree()) for path in (mount.own, *mount.own.parents)]
+    return [group for path in places for group in Tree().groups(path) if group.name.startswith(mark)]
 
 
 def run_in(group: Cgroup, *command: str) -> "subprocess.CompletedProcess[str]":
