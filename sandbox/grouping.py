@@ -86,3 +86,4 @@ class Grouping:
         """SandboxError when a process cannot be ended."""
         if self._group is not None:
             self._group.remove()
+            self._group = None

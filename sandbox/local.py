@@ -128,7 +128,12 @@ class LocalSandbox:
         if self._launcher is None or self._launch is None:
             raise SandboxError(f"sandbox {self._name!r} was not launched")
         shell = PersistentShell(self._channel, self._launcher.pid, self._spawner.members)
-        await shell.start()
+        try:
+            await shell.start()
+        except SandboxError as exc:
+            if self._kills():
+                raise SandboxError(f"{exc}: its memory was used up") from exc
+            raise
         self._shell = shell
         launcher = self._launcher.pid
         self._pidfds = processes.open_handles([launcher, *processes.children(launcher)])
@@ -152,7 +157,12 @@ class LocalSandbox:
     async def _counted(self, running: Coroutine[Any, Any, ShellResult]) -> ShellResult:
         """Whoever ran while the kernel ended a process for want of memory is told so."""
         before = self._kills()
-        result = await running
+        try:
+            result = await running
+        except SandboxError as exc:
+            if self._kills() > before:
+                raise SandboxError(f"{exc}: its memory was used up") from exc
+            raise
         return replace(result, out_of_memory=True) if self._kills() > before else result
 
     def _kills(self) -> int:
