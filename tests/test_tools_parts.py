@@ -21,6 +21,8 @@ from sostenuto.errors import (
 )
 from sostenuto.tools.cut import cut_middle
 from sostenuto.tools.edge import Edge
+from sostenuto.tools.journal import Journal, Kind, Left
+from sostenuto.tools.keeping import Keeping
 from sostenuto.tools.leases import Leases
 from sostenuto.tools.phases import TRANSITIONS, Event, Phase, accepts, advance
 from sostenuto.tools.refused import Refused, raised, refusal, status_of
@@ -77,8 +79,14 @@ def test_a_cut_text_keeps_within_its_cap_and_says_exactly_what_is_gone(text: str
     assert len(cut.text.encode()) <= max(cap_bytes, len(line))
 
 
+def repr_bytes(error: SostenutoError) -> bytes:
+    return repr(error).encode()
+
+
 def test_a_result_is_found_until_newer_ones_push_its_text_out_and_never_runs_again():
-    log = ResultLog[str](10, lambda outcome: len(str(outcome)))
+    journal = Journal(None, Left())
+    nowhere: Keeping[str] = Keeping(journal, "p", Kind.CALL, str.encode, bytes.decode, repr_bytes)
+    log = ResultLog[str](10, lambda outcome: len(str(outcome)), nowhere)
     for call_id in "abc":
         log.open(call_id)
     for call_id in "abc":

@@ -7,13 +7,17 @@ import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+import anyio
 import pytest
 
 import fakes_tools
 from fakes_tools import FORM, SECRET, TOKEN, config
+from sostenuto.errors import ToolServerError
 from sostenuto.tools.client import ToolServerClient
+from sostenuto.tools.refused import OutcomeUnknown
 from sostenuto.types import CallId, ProgramId, ToolCall
 
 SCRIPT = str(Path(fakes_tools.__file__))
@@ -98,3 +102,30 @@ def wait_for_end(handle: int) -> None:
     """A pidfd is readable when its process has ended."""
     ended, _, _ = select.select([handle], [], [], 20)
     assert ended
+
+
+async def test_what_a_call_came_to_is_answered_after_the_server_was_killed(tmp_path: Path):
+    with server(state_dir=str(tmp_path)) as (process, url):
+        async with ToolServerClient(url, TOKEN, "me/1") as client, anyio.create_task_group() as group:
+            await client.prepare(ProgramId("a"), FORM, {})
+            await client.call(ProgramId("a"), CallId("done"), ToolCall("echo", "7"))
+            call = partial(client.call, ProgramId("a"), CallId("open"), ToolCall("sleep", "60"))
+            group.start_soon(call)
+            while (await client.state()).programs[0].phase != "calling":  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+            # What ended is written within one commit, which nobody waits for.
+            await anyio.sleep(0.2)
+            group.cancel_scope.cancel()
+        process.kill()
+        process.wait()
+    with server(state_dir=str(tmp_path)) as (process, url):
+        async with ToolServerClient(url, TOKEN, "me/1") as client:
+            result = await client.call(ProgramId("a"), CallId("done"), ToolCall("echo", "7"))
+            assert result.content == "7"
+            with pytest.raises(OutcomeUnknown, match="was under way when the tool server died"):
+                await client.call(ProgramId("a"), CallId("open"), ToolCall("sleep", "60"))
+            with pytest.raises(ToolServerError, match="ended with the tool server that ran it"):
+                await client.call(ProgramId("a"), CallId("new"), ToolCall("echo", "8"))
+            await client.release(ProgramId("a"))
+            with pytest.raises(ToolServerError, match="no program a here"):
+                await client.call(ProgramId("a"), CallId("done"), ToolCall("echo", "7"))

@@ -18,6 +18,13 @@ async def outcome_of(work: Callable[[], Awaitable[T]]) -> T | SostenutoError:
         return error
 
 
+def value_of(outcome: T | SostenutoError) -> T:
+    """The value, or raise the error that took its place."""
+    if isinstance(outcome, SostenutoError):
+        raise outcome
+    return outcome
+
+
 async def bounded(
     work: Callable[[], Awaitable[T]],
     *,
@@ -32,6 +39,4 @@ async def bounded(
             outcome = await outcome_of(work)
     except TimeoutError:
         raise late(f"{doing}: not done within {timeout_s:.3g} s") from None
-    if isinstance(outcome, SostenutoError):
-        raise outcome
-    return outcome
+    return value_of(outcome)

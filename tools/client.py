@@ -8,6 +8,7 @@
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self, TypeVar
 from urllib.parse import quote
 
@@ -17,8 +18,10 @@ from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 from yarl import URL
 
 from sostenuto.errors import Overloaded, SostenutoError, ToolServerError
+from sostenuto.tools.exposure import client_tls
 from sostenuto.tools.refused import raised
 from sostenuto.tools.wire import (
+    OWNER,
     CallRequest,
     EnvironmentRef,
     Heartbeat,
@@ -61,10 +64,16 @@ class ToolServerClient:
         lease_s: float = 30.0,
         repeat_s: float = 10.0,
         slack_s: float = 30.0,
+        ca_file: Path | None = None,
     ) -> None:
-        """`slack_s` is how much longer than its own deadline the server may take to answer."""
+        """`slack_s` is how much longer than its own deadline the server may take to answer.
+
+        An owner NAME/EPOCH fences those of lower epochs.  `ca_file` names, as PEM, who may vouch for a server
+        that speaks TLS; without it the system's authorities do.
+        """
         self._url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._headers = {"Authorization": f"Bearer {token}", OWNER: quote(owner, safe="")}
+        self._tls = client_tls(ca_file)
         self._owner = owner
         self._lease_s = lease_s
         self._repeat_s = repeat_s
@@ -77,7 +86,7 @@ class ToolServerClient:
         self._session = await self._stack.enter_async_context(
             aiohttp.ClientSession(
                 headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, ssl=self._tls),
                 timeout=aiohttp.ClientTimeout(total=None),
             )
         )

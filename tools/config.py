@@ -1,5 +1,8 @@
 """What the tool server is told when it starts."""
 
+from pathlib import Path
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -15,6 +18,19 @@ class ServerConfig(BaseModel):
     token: str = Field(min_length=16, repr=False)
     """Bearer token that every request carries."""
 
+    metrics_token: str | None = Field(default=None, min_length=16, repr=False)
+    """Bearer token that opens /metrics and nothing else; `token` opens it, too."""
+
+    tls_certificate: Path | None = None
+    """PEM file with the server's certificate; with it the server speaks TLS only."""
+
+    tls_key: Path | None = None
+    """PEM file with the certificate's private key."""
+
+    insecure: bool = False
+    """Listen beyond this machine without TLS: whoever sees the traffic has the token."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     sandbox_root: str | None = None
     """Folder for workspaces, for whoever makes the backend; None: the backend's own choice."""
 
@@ -22,6 +38,24 @@ class ServerConfig(BaseModel):
     """How long a program lives without a heartbeat of its owner, unless the heartbeat says otherwise."""
 
     longest_lease_s: float = Field(default=3600.0, gt=0)
+    idle_s: float = Field(default=4 * 3600.0, ge=1)
+    """How long a program lives without a request."""
+
+    max_s: float = Field(default=24 * 3600.0, gt=0)
+    """How long a program lives at all."""
+
+    scoring_s: float = Field(default=120.0, ge=0)
+    """Given to a program beyond the deadline of its reward, whatever its age."""
+
+    state_dir: Path | None = None
+    """Folder for what has to survive this process, such as results of calls.  None: nothing does."""
+
+    takeover_s: float = Field(default=10.0, ge=0)
+    """How long a server waits for the one before it, which may be ending, to leave `state_dir`."""
+
+    results_kept_s: float = Field(default=600.0, gt=0)
+    """After a restart, how long results of programs that ended with the last process can be fetched."""
+
     starts_at_once: int = Field(default=4, gt=0)
     """Sandboxes that may be starting at the same time."""
 

@@ -43,6 +43,7 @@ class ToolOptions:
     timeout_s: float
     output_bytes: int
     serial: bool
+    idempotent: bool
     limits: ToolLimits
     place: int
     """Tools defined later have higher ones."""
@@ -58,6 +59,7 @@ def tool(
     timeout_s: float = 30.0,
     output_bytes: int = 16384,
     serial: bool = False,
+    idempotent: bool = False,
     name: str | None = None,
     **limits: Unpack[LimitOptions],
 ) -> Callable[[F], F]: ...
@@ -70,13 +72,15 @@ def tool(
     timeout_s: float = 30.0,
     output_bytes: int = 16384,
     serial: bool = False,
+    idempotent: bool = False,
     name: str | None = None,
     **limits: Unpack[LimitOptions],
 ) -> F | Callable[[F], F]:
     """Offer a sync or async function to the policy under its own or the given name.
 
     At `timeout_s` the call ends and the policy reads that it did; output beyond `output_bytes` loses its
-    middle; of a program's `serial` tools one runs at a time.  Calls of all programs keep to `limits`: at most
+    middle; of a program's `serial` tools one runs at a time; an `idempotent` one may be run again under
+    the same call id when a tool server died while it ran.  Calls of all programs keep to `limits`: at most
     `concurrency` at a time, `rate_per_s` starts a second with up to `burst` at once, both shared by tools of
     one `queue`; each claims `cpus` and `memory_bytes` of the server.  ConfigError says what is wrong with it.
     """
@@ -88,6 +92,7 @@ def tool(
             timeout_s,
             output_bytes,
             serial,
+            idempotent,
             read_limits(limits, f"tool {where}"),
             next(_places),
         )

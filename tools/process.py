@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 
 import anyio
@@ -9,6 +10,7 @@ import anyio
 from sostenuto.sandbox.protocol import Backend
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.host import Hosts
+from sostenuto.tools.logs import json_logs
 from sostenuto.tools.secrets import redacted_logs, secrets_from_environment
 from sostenuto.tools.server import listen
 
@@ -20,13 +22,15 @@ async def serve(
 ) -> None:
     """Give `ready` the URL, and return after SIGTERM or the parent's death, with every program released.
 
-    Belongs in the main thread of a process of its own: it takes signals, and logs of the whole process are
-    redacted.  With a parent to watch, SIGINT is ignored: Ctrl-C reaches the parent too, which still needs the
-    server to release its programs.  The values of secrets are read from the environment of this process.
+    Belongs in the main thread of a process of its own: it takes signals, and logs of the whole process go to
+    stderr as JSON, redacted.  With a parent to watch, SIGINT is ignored: Ctrl-C reaches the parent too, which
+    still needs the server to release its programs.  The values of secrets are read from the environment of
+    this process.
     """
     secrets = secrets_from_environment(config.secret_names, os.environ)
     with (
         redacted_logs(secrets),
+        json_logs(sys.stderr, config.log_level, secrets.redact),
         anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
     ):
         async with listen(config, backend, hosts, secrets) as url, anyio.create_task_group() as group:

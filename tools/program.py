@@ -1,23 +1,35 @@
 """One program on the tool server: its phase, its lendings and what its calls came to."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from math import inf
 from typing import TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
-from sostenuto.errors import SostenutoError
+from sostenuto.errors import SandboxError, SostenutoError
 from sostenuto.sandbox.protocol import Sandbox
-from sostenuto.tools.bounded import outcome_of
+from sostenuto.tools.bounded import bounded, outcome_of
 from sostenuto.tools.host import Host
+from sostenuto.tools.lifetimes import Lifetime
 from sostenuto.tools.phases import Event, Phase, accepts, advance
 from sostenuto.tools.refused import Refused
 from sostenuto.tools.results import Pending, ResultLog
-from sostenuto.tools.wire import Prepared, Reward
+from sostenuto.tools.wire import Prepared, ProgramState, Reward
 from sostenuto.types import ProgramId, ToolResult
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A request under way."""
+
+    what: str
+    since_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -26,16 +38,20 @@ class Program:
 
     id: ProgramId
     owner: str
-    started_s: float
+    lifetime: Lifetime
     calls: ResultLog[ToolResult]
     scores: ResultLog[Reward]
     phase: Phase = Phase.PREPARING
-    running: int = 0
-    """Calls and scores."""
+    recorded: int = 0
+    """Calls and scores under way."""
+    running: list[Running] = field(default_factory=list[Running])
+    """All requests under way, the oldest first."""
     host: Host | None = None
     sandbox: Sandbox | None = None
     output_bytes: dict[str, int | None] = field(default_factory=dict[str, "int | None"])
     """Cap of each tool's observations."""
+    idempotent: frozenset[str] = frozenset()
+    """Tools that may be run again when nobody knows how far they came."""
     prepared: Pending[Prepared] = field(default_factory=Pending[Prepared])
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     tasks: TaskGroup | None = None
@@ -49,27 +65,101 @@ class Program:
         self.move(Event.RELEASE)
         self.scope.cancel()
 
+    @contextmanager
+    def busy(self, what: str) -> Generator[None]:
+        """A request is under way within the block."""
+        running = Running(what, anyio.current_time())
+        self.running.append(running)
+        self.lifetime.used_s = running.since_s
+        try:
+            yield
+        finally:
+            self.running.remove(running)
+            self.lifetime.used_s = anyio.current_time()
+
     def run_recorded(
-        self, event: Event, log: ResultLog[T], call_id: str, work: Callable[[], Awaitable[T]]
+        self, event: Event, log: ResultLog[T], call_id: str, what: str, work: Callable[[], Awaitable[T]]
     ) -> Pending[T]:
         """Run `work` under a new id, whether or not anyone goes on waiting for it."""
         if not accepts(self.phase, event) or self.tasks is None:
             raise Refused(f"program {self.id}: {event} refused while it is {self.phase}", status=409)
         self.move(event)
-        self.running += 1
+        self.recorded += 1
         pending = log.open(call_id)
-        self.tasks.start_soon(self._record, log, call_id, work)
+        self.tasks.start_soon(self._record, log, call_id, what, work)
         return pending
 
-    async def _record(self, log: ResultLog[T], call_id: str, work: Callable[[], Awaitable[T]]) -> None:
+    async def _record(
+        self, log: ResultLog[T], call_id: str, what: str, work: Callable[[], Awaitable[T]]
+    ) -> None:
+        async def run() -> T:
+            await log.starts(call_id)
+            return await work()
+
         outcome: T | SostenutoError = self.released_error()
         try:
-            outcome = await outcome_of(work)
+            with self.busy(what):
+                outcome = await outcome_of(run)
         finally:
             log.close(call_id, outcome)
-            self.running -= 1
-            if not self.running:
+            self.recorded -= 1
+            if not self.recorded:
                 self.move(Event.IDLE)
+
+    async def use_sandbox(self, use: Callable[[Sandbox], Awaitable[T]], what: str) -> T:
+        """What `use` returns; it is cancelled with the one who asked and with the program."""
+        if self.sandbox is None or self.tasks is None or self.phase is Phase.RELEASING:
+            raise Refused(f"program {self.id}, {self.phase}, has no sandbox to use", status=409)
+        pending, scope = Pending[T](), anyio.CancelScope()
+        self.tasks.start_soon(self._settle, pending, scope, partial(use, self.sandbox))
+        try:
+            with self.busy(what):
+                return await pending.wait()
+        finally:
+            scope.cancel()
+
+    async def _settle(
+        self, pending: Pending[T], scope: anyio.CancelScope, use: Callable[[], Awaitable[T]]
+    ) -> None:
+        outcome: T | SostenutoError = self.released_error()
+        try:
+            with scope:
+                outcome = await outcome_of(
+                    lambda: bounded(
+                        use, timeout_s=inf, late=SandboxError, broken=SandboxError, doing="using the sandbox"
+                    )
+                )
+        finally:
+            pending.settle(outcome)
+
+    async def outlive(self) -> None:
+        """Return when the program has lived too long."""
+        lifetime, now_s = self.lifetime, anyio.current_time()
+        while (ends_s := lifetime.ends_s(busy=bool(self.running))) > now_s:
+            # What ends a request begins a new time to be idle.
+            await anyio.sleep_until(min(ends_s, now_s + lifetime.idle_s))
+            now_s = anyio.current_time()
+
+    def reason(self, now_s: float) -> str:
+        """Why the program is here, in words."""
+        if self.running and self.phase is not Phase.RELEASING:
+            oldest, others = self.running[0], len(self.running) - 1
+            more = f", and {others} more" if others else ""
+            return f"{oldest.what} for {now_s - oldest.since_s:.1f} s{more}"
+        return f"{self.phase} for {now_s - self.lifetime.used_s:.1f} s"
+
+    def state(self, backend: str, now_s: float) -> ProgramState:
+        """What there is to see of it."""
+        ends_s = self.lifetime.ends_s(busy=bool(self.running))
+        return ProgramState(
+            program_id=self.id,
+            owner=self.owner,
+            age_s=now_s - self.lifetime.started_s,
+            left_s=ends_s - now_s,
+            phase=self.phase.value,
+            reason=self.reason(now_s),
+            sandbox=None if self.sandbox is None else backend,
+        )
 
     def released_error(self) -> Refused:
         return Refused(f"program {self.id} was released before this came to an end", status=410)

@@ -10,7 +10,7 @@
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
 from math import inf, isfinite
@@ -19,26 +19,31 @@ from typing import TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from sostenuto.errors import EnvironmentFailure, SandboxError, SostenutoError, ToolServerError
+from sostenuto.errors import EnvironmentFailure, SostenutoError, ToolServerError
 from sostenuto.sandbox.protocol import Backend, Sandbox
-from sostenuto.tools.bounded import bounded, outcome_of
+from sostenuto.tools.bounded import bounded, outcome_of, value_of
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.edge import Edge
 from sostenuto.tools.host import Host, Hosts
-from sostenuto.tools.leases import Leases
+from sostenuto.tools.journal import Journal, Left
+from sostenuto.tools.lifetimes import Lifetime
+from sostenuto.tools.logs import CALL
+from sostenuto.tools.metrics import Metrics
+from sostenuto.tools.owners import Owners
 from sostenuto.tools.phases import Event, Phase
 from sostenuto.tools.preparation import GRACE_S, Preparation
 from sostenuto.tools.program import Program
-from sostenuto.tools.refused import Refused
+from sostenuto.tools.refused import Refused, kind_of
+from sostenuto.tools.remains import Logs, Remainder, Remains
 from sostenuto.tools.remote.services import Services
 from sostenuto.tools.results import Pending, ResultLog
 from sostenuto.tools.routing import RoutedHosts
+from sostenuto.tools.teardown import Teardown
 from sostenuto.tools.turns import Turn, Turns
 from sostenuto.tools.wire import (
     CallRequest,
     Prepared,
     PrepareRequest,
-    ProgramState,
     Reward,
     RewardRequest,
     State,
@@ -55,20 +60,32 @@ COUNTERS = (
     "scores",
     "repeated_ids",
     "released",
-    "release_failures",
     "expired_leases",
     "expired_programs",
+    "outlived_programs",
+    "fenced_programs",
+    "unknown_outcomes",
 )
 
 
 @asynccontextmanager
 async def open_programs(
-    config: ServerConfig, backend: Backend, hosts: Hosts, edge: Edge
+    config: ServerConfig,
+    backend: Backend,
+    hosts: Hosts,
+    edge: Edge,
+    journal: Journal | None = None,
+    metrics: Metrics | None = None,
 ) -> AsyncGenerator["Programs"]:
-    """A table that watches its leases; leaving the block releases every program."""
+    """A table that watches its leases; leaving the block releases every program.
+
+    Without a journal nothing survives the server's death.
+    """
     async with anyio.create_task_group() as group:
-        programs = Programs(config, backend, hosts, edge, group)
+        books = Books(edge, journal or Journal(None, Left()), metrics or Metrics(None))
+        programs = Programs(config, backend, hosts, books, group)
         group.start_soon(programs.watch_leases)
+        group.start_soon(programs.forget_remains)
         try:
             yield programs
         finally:
@@ -77,26 +94,42 @@ async def open_programs(
             group.cancel_scope.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Where it is written what leaves, what stays and what is counted."""
+
+    edge: Edge
+    journal: Journal
+    metrics: Metrics
+
+
 class Programs:
     """The table; the only writer of programs and leases."""
 
     def __init__(
-        self, config: ServerConfig, backend: Backend, hosts: Hosts, edge: Edge, group: TaskGroup
+        self, config: ServerConfig, backend: Backend, hosts: Hosts, books: Books, group: TaskGroup
     ) -> None:
         self._config = config
         self._backend = backend
-        self._hosts = RoutedHosts(hosts, Turns(config), Services(edge.secrets, group))
-        self._edge = edge
+        self._hosts = RoutedHosts(hosts, Turns(config), Services(books.edge.secrets, group))
+        self._edge = books.edge
+        self._metrics = books.metrics
+        self._journal = journal = books.journal
         self._group = group
         self._preparation = Preparation(backend, self._hosts, config.starts_at_once)
         self._programs: dict[ProgramId, Program] = {}
-        self._leases = Leases(config.longest_lease_s)
-        self._leases_changed = anyio.Event()
+        self._logs = Logs(journal, books.edge, config.results_bytes)
+        self._remains = Remains(journal, self._logs)
+        self._teardown = Teardown(group, config.release_s)
+        self._owners = Owners(config.longest_lease_s, journal)
+        for owner in self._remains.owners:
+            self._owners.begin(owner, config.lease_s)
         self._counters = Counter[str](dict.fromkeys(COUNTERS, 0))
         self._closed = False
 
     async def prepare(self, program_id: ProgramId, request: PrepareRequest) -> Prepared:
         """Prepare a new program.  One whose prepare fails, or is cancelled, is released again."""
+        self._enter(request.owner)
         while last := self._programs.get(program_id):
             if last.phase is not Phase.RELEASING:
                 raise Refused(f"program {program_id} is here already, {last.phase}", status=409)
@@ -111,22 +144,27 @@ class Programs:
     async def call(self, program_id: ProgramId, request: CallRequest) -> ToolResult:
         """Run a tool, or join or repeat what ran under this id."""
         program = self._find(program_id)
-        pending = self._known(program.calls, request.call_id)
+        again = isinstance(program, Program) and request.name in program.idempotent
+        pending = self._known(program.calls, request.call_id, again=again)
         if pending is None:
+            live = self._living(program)
             turn = self._hosts.turns.enter(program_id, request)
-            work = partial(self._call, program, request, turn)
+            work = partial(self._measured, live, request, turn)
+            what = f"calling {request.name}"
             with turn.given_up_when_refused():
-                pending = program.run_recorded(Event.CALL, program.calls, request.call_id, work)
+                pending = live.run_recorded(Event.CALL, live.calls, request.call_id, what, work)
             self._counters["calls"] += 1
         return await pending.wait()
 
     async def reward(self, program_id: ProgramId, request: RewardRequest) -> Reward:
         """Score the episode, or join or repeat what ran under this id."""
         program = self._find(program_id)
-        pending = self._known(program.scores, request.call_id)
+        pending = self._known(program.scores, request.call_id, again=False)
         if pending is None:
-            work = partial(self._score, program, request)
-            pending = program.run_recorded(Event.SCORE, program.scores, request.call_id, work)
+            live = self._living(program)
+            work = partial(self._score, live, request)
+            pending = live.run_recorded(Event.SCORE, live.scores, request.call_id, "scoring", work)
+            live.lifetime.score(request.timeout_s + GRACE_S, now_s=anyio.current_time())
             self._counters["scores"] += 1
         return await pending.wait()
 
@@ -135,39 +173,47 @@ class Programs:
         if program := self._programs.get(program_id):
             program.release()
             await program.ended.wait()
+        self._remains.drop(program_id)
 
-    async def in_sandbox(self, program_id: ProgramId, use: Callable[[Sandbox], Awaitable[T]]) -> T:
+    async def in_sandbox(
+        self, program_id: ProgramId, use: Callable[[Sandbox], Awaitable[T]], what: str = "using its sandbox"
+    ) -> T:
         """What `use` returns; it is cancelled with the one who asked and with the program."""
-        program = self._find(program_id)
-        if program.sandbox is None or program.tasks is None or program.phase is Phase.RELEASING:
-            raise Refused(f"program {program_id}, {program.phase}, has no sandbox to use", status=409)
-        pending, scope = Pending[T](), anyio.CancelScope()
-        program.tasks.start_soon(_settle, pending, scope, partial(use, program.sandbox), program)
-        try:
-            return await pending.wait()
-        finally:
-            scope.cancel()
+        return await self._living(self._find(program_id)).use_sandbox(use, what)
 
     def heartbeat(self, owner: str, lease_s: float) -> None:
         """Renew the lease that all programs of the owner live by."""
-        self._leases.renew(owner, lease_s, now_s=anyio.current_time())
-        self._leases_changed.set()
+        self._enter(owner)
+        self._owners.renew(owner, lease_s)
 
     def state(self) -> State:
         now_s = anyio.current_time()
-        programs = tuple(self._state_of(program, now_s) for program in self._programs.values())
-        owners = self._leases.left_s(now_s=now_s)
-        return State(programs=programs, hosts=self._hosts.count, owners=owners, counters=dict(self._counters))
+        programs = tuple(program.state(self._backend.name, now_s) for program in self._programs.values())
+        return State(
+            programs=programs,
+            hosts=self._hosts.count,
+            owners=self._owners.left_s(),
+            counters=dict(self._counters) | {"release_failures": self._teardown.failures},
+            queued=sum(self._hosts.turns.waiting().values()),
+            leaked=self._teardown.leaked,
+        )
+
+    def count(self, event: str, times: int) -> None:
+        """Add to a counter what happened before the table was there."""
+        self._counters[event] += times
+
+    def check_owner(self, owner: str) -> None:
+        """Refuse an owner that a newer epoch of its name has fenced."""
+        self._owners.check(owner)
 
     async def watch_leases(self) -> None:
         """Release, forever, the programs whose owner's lease has run out."""
-        while True:
-            self._leases_changed = anyio.Event()
-            next_s = self._leases.next_expiry_s
-            with anyio.CancelScope(deadline=inf if next_s is None else next_s):
-                await self._leases_changed.wait()
-            for owner in self._leases.expire(now_s=anyio.current_time()):
-                self._expire(owner)
+        await self._owners.watch(self._expire)
+
+    async def forget_remains(self) -> None:
+        """Drop what a dead server has left when nobody came for it in time."""
+        await anyio.sleep(self._config.results_kept_s)
+        self._remains.drop_all()
 
     async def close(self) -> None:
         """Admit nothing more, release everything, and return when it is gone."""
@@ -177,6 +223,14 @@ class Programs:
             program.release()
         for program in programs:
             await program.ended.wait()
+        self._remains.drop_all()
+        await self._teardown.settle()
+
+    def _enter(self, owner: str) -> None:
+        """Let the owner in, or refuse it; older epochs of its name end here."""
+        present = {program.owner for program in self._programs.values()} | self._remains.owners
+        for fenced in self._owners.enter(owner, present):
+            self._release_all(fenced, "fenced_programs")
 
     def _admit(self, program_id: ProgramId, request: PrepareRequest) -> Program:
         if self._closed:
@@ -185,13 +239,20 @@ class Programs:
         program = Program(
             id=program_id,
             owner=request.owner,
-            started_s=now_s,
-            calls=ResultLog(self._config.results_bytes, _result_bytes),
-            scores=ResultLog(self._config.results_bytes, _reward_bytes),
+            lifetime=Lifetime(
+                started_s=now_s,
+                used_s=now_s,
+                idle_s=request.idle_s or self._config.idle_s,
+                max_s=request.max_s or self._config.max_s,
+                scoring_s=self._config.scoring_s,
+            ),
+            calls=self._logs.calls(program_id),
+            scores=self._logs.scores(program_id),
         )
+        self._remains.hand_over(program, continues=request.continues)
+        self._journal.program_came(program_id, request.owner)
         self._programs[program_id] = program
-        self._leases.begin(request.owner, self._config.lease_s, now_s=now_s)
-        self._leases_changed.set()
+        self._owners.begin(request.owner, self._config.lease_s)
         self._group.start_soon(self._live, program, request)
         return program
 
@@ -203,6 +264,7 @@ class Programs:
                 # A release may have come too late to stop the last step, and stands all the same.
                 if program.phase is Phase.PREPARING:
                     outcome = result
+                self._book_prepare(program, outcome)
                 if isinstance(outcome, Prepared):
                     await self._stay(program, outcome)
         finally:
@@ -210,34 +272,52 @@ class Programs:
             self._counters["prepare_failures"] += not isinstance(outcome, Prepared)
             program.prepared.settle(outcome)
 
+    def _book_prepare(self, program: Program, outcome: Prepared | SostenutoError) -> None:
+        elapsed_s = anyio.current_time() - program.lifetime.started_s
+        if isinstance(outcome, SostenutoError):
+            self._metrics.prepared(kind_of(outcome), elapsed_s)
+            return
+        self._metrics.declare(tool.name for tool in outcome.tools)
+        self._metrics.prepared("prepared", elapsed_s)
+        log.info("prepared for %s after %.3f s", program.owner, elapsed_s)
+
     async def _stay(self, program: Program, prepared: Prepared) -> None:
         """Be there for calls until the program is released."""
         program.output_bytes = {tool.name: tool.output_bytes for tool in prepared.tools}
+        program.idempotent = frozenset(tool.name for tool in prepared.tools if tool.idempotent)
         async with anyio.create_task_group() as program.tasks:
             program.move(Event.PREPARED)
             self._counters["prepared"] += 1
             program.prepared.settle(prepared)
-            await anyio.sleep_forever()
+            await program.outlive()
+            log.warning("it has outlived its time, and is released")
+            self._counters["outlived_programs"] += 1
+            program.release()
 
     async def _end(self, program: Program) -> None:
         """Give back what the program holds; its environment first, which may still use the sandbox."""
         program.move(Event.RELEASE)
         with anyio.CancelScope(shield=True):
             if program.host is not None:
-                await self._give_back(program, "environment", partial(program.host.release, program.id))
+                what = f"closing the environment of {program.id}"
+                await self._teardown.give_back(what, partial(program.host.release, program.id))
             if program.sandbox is not None:
-                await self._give_back(program, "sandbox", program.sandbox.stop)
+                await self._teardown.give_back(f"stopping the sandbox of {program.id}", program.sandbox.stop)
+        self._journal.program_went(program.id)
         del self._programs[program.id]
         self._counters["released"] += 1
+        log.info("released after %.1f s", anyio.current_time() - program.lifetime.started_s)
         program.ended.set()
 
-    async def _give_back(self, program: Program, what: str, step: Callable[[], Awaitable[None]]) -> None:
-        try:
-            limit_s = self._config.release_s
-            await bounded(step, timeout_s=limit_s, late=ToolServerError, doing=f"closing the {what}")
-        except SostenutoError as error:
-            self._counters["release_failures"] += 1
-            log.warning("program %s: %s", program.id, error)
+    async def _measured(self, program: Program, request: CallRequest, turn: Turn) -> ToolResult:
+        CALL.set(request.call_id)
+        started_s = anyio.current_time()
+        outcome = await outcome_of(partial(self._call, program, request, turn))
+        kind = outcome.status if isinstance(outcome, ToolResult) else kind_of(outcome)
+        elapsed_s = anyio.current_time() - started_s
+        self._metrics.called(request.name, kind, elapsed_s)
+        log.debug("%s: %s after %.3f s", request.name, kind, elapsed_s)
+        return value_of(outcome)
 
     async def _call(self, program: Program, request: CallRequest, turn: Turn) -> ToolResult:
         with anyio.move_on_after(request.timeout_s):
@@ -264,60 +344,44 @@ class Programs:
                 raise EnvironmentFailure(f"reward: {name} is {number}; return a finite number")
         return reward
 
-    def _find(self, program_id: ProgramId) -> Program:
-        program = self._programs.get(program_id)
+    def _find(self, program_id: ProgramId) -> Program | Remainder:
+        program = self._programs.get(program_id) or self._remains.get(program_id)
         if program is None:
             raise Refused(
                 f"no program {program_id} here: never prepared, released, or its lease ran out", status=404
             )
         return program
 
-    def _known(self, results: ResultLog[T], call_id: str) -> Pending[T] | None:
+    def _living(self, program: Program | Remainder) -> Program:
+        if isinstance(program, Remainder):
+            raise Refused(
+                f"program {program.id} ended with the tool server that ran it; only results of calls that "
+                "had ended are left",
+                status=410,
+            )
+        return program
+
+    def _known(self, results: ResultLog[T], call_id: str, *, again: bool) -> Pending[T] | None:
+        """What runs or ran under this id; None to run it, for the first time or, if `again`, once more."""
         pending = results.find(call_id)
+        if pending is not None and pending.is_unknown:
+            self._counters["unknown_outcomes"] += 1
+            return None if again else pending
         self._counters["repeated_ids"] += pending is not None
         return pending
 
     def _expire(self, owner: str) -> None:
-        programs = [program for program in self._programs.values() if program.owner == owner]
-        log.warning("lease of %s ran out: releasing its %d programs", owner, len(programs))
         self._counters["expired_leases"] += 1
-        for program in programs:
-            self._counters["expired_programs"] += program.phase is not Phase.RELEASING
-            program.release()
+        self._release_all(owner, "expired_programs")
 
-    def _state_of(self, program: Program, now_s: float) -> ProgramState:
-        return ProgramState(
-            program_id=program.id,
-            owner=program.owner,
-            age_s=now_s - program.started_s,
-            phase=program.phase.value,
-            sandbox=None if program.sandbox is None else self._backend.name,
-        )
-
-
-async def _settle(
-    pending: Pending[T], scope: anyio.CancelScope, use: Callable[[], Awaitable[T]], program: Program
-) -> None:
-    outcome: T | SostenutoError = program.released_error()
-    try:
-        with scope:
-            outcome = await outcome_of(
-                lambda: bounded(
-                    use, timeout_s=inf, late=SandboxError, broken=SandboxError, doing="using the sandbox"
-                )
-            )
-    finally:
-        pending.settle(outcome)
+    def _release_all(self, owner: str, counter: str) -> None:
+        self._remains.drop_of(owner)
+        for program in self._programs.values():
+            if program.owner == owner:
+                self._counters[counter] += program.phase is not Phase.RELEASING
+                program.release()
 
 
 def _host(program: Program) -> Host:
     assert program.host is not None, "a program that was prepared has a host"
     return program.host
-
-
-def _result_bytes(outcome: ToolResult | SostenutoError) -> int:
-    return len(outcome.content.encode()) if isinstance(outcome, ToolResult) else len(str(outcome))
-
-
-def _reward_bytes(outcome: Reward | SostenutoError) -> int:
-    return sum(map(len, outcome.metrics)) if isinstance(outcome, Reward) else len(str(outcome))

@@ -27,12 +27,17 @@ class Refused(ToolServerError):  # noqa: N818 - reads as the fact it states
         self.status = status
 
 
+class OutcomeUnknown(ToolServerError):  # noqa: N818 - reads as the fact it states
+    """The call was under way when its server died; it is not run again, and nobody knows how far it came."""
+
+
 NAMED: Mapping[str, type[SostenutoError]] = MappingProxyType(
     {
         kind.__name__: kind
         for kind in (
             ConfigError,
             EnvironmentFailure,
+            OutcomeUnknown,
             Overloaded,
             PathError,
             PolicyError,
@@ -69,6 +74,12 @@ def status_of(error: SostenutoError) -> int:
 def blame_of(error: SostenutoError) -> Blame | None:
     """Whose fault it is, for errors that end a program."""
     return error.blame if isinstance(error, ProgramError) else None
+
+
+def kind_of(error: SostenutoError) -> str:
+    """One word for it: whose fault it is, or that the request was refused."""
+    blame = blame_of(error)
+    return "refused" if blame is None or isinstance(error, Refused) else blame.value
 
 
 def refusal(error: SostenutoError) -> Refusal:

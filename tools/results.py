@@ -1,18 +1,22 @@
 """What each call of one program came to, by call id.
 
 - A call id is opened once; afterwards it is found, running or done, until the program is released.
+- A call starts when it is recorded that it may run; what it came to is recorded when it ends.
 - The text that is kept is bounded: the oldest results are forgotten, their ids are not.  An id
   whose result is forgotten is refused, because running it again would break the promise.
+- A call that was open when its server died is unknown.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, cast
 
 import anyio
 
 from sostenuto.errors import SostenutoError
-from sostenuto.tools.refused import Refused
+from sostenuto.tools.journal import ResultRow
+from sostenuto.tools.keeping import Keeping
+from sostenuto.tools.refused import OutcomeUnknown, Refused
 
 T = TypeVar("T")
 
@@ -23,6 +27,10 @@ class Pending(Generic[T]):
 
     _done: anyio.Event = field(default_factory=anyio.Event)
     _outcome: T | SostenutoError | None = None
+
+    @property
+    def is_unknown(self) -> bool:
+        return isinstance(self._outcome, OutcomeUnknown)
 
     def settle(self, outcome: T | SostenutoError) -> None:
         """Give the outcome to everyone who waits or will wait; a second one is ignored."""
@@ -46,9 +54,11 @@ class ResultLog(Generic[T]):
 
     max_bytes: int
     size_bytes: Callable[[T | SostenutoError], int]
+    keeping: Keeping[T]
     _entries: dict[str, Pending[T] | None] = field(default_factory=dict[str, "Pending[T] | None"])
     _kept_bytes: dict[str, int] = field(default_factory=dict[str, int])
     """Of the results that are done and not forgotten, in the order they came."""
+    _all_bytes: int = 0
 
     def find(self, call_id: str) -> Pending[T] | None:
         """What runs or ran under this id; None for a new id, Refused for a forgotten result."""
@@ -62,23 +72,42 @@ class ResultLog(Generic[T]):
         return entry
 
     def open(self, call_id: str) -> Pending[T]:
-        """Claim a new id."""
+        """Claim an id that is new, or whose outcome is unknown."""
         entry = Pending[T]()
         self._entries[call_id] = entry
         return entry
+
+    async def starts(self, call_id: str) -> None:
+        """Return when the open call may run; ToolServerError when that could not be recorded."""
+        await self.keeping.opens(call_id)
 
     def close(self, call_id: str, outcome: T | SostenutoError) -> None:
         """Record the outcome of an open id and wake its waiters."""
         entry = self._entries[call_id]
         assert entry is not None
         entry.settle(outcome)
-        self._kept_bytes[call_id] = self.size_bytes(outcome)
+        self.keeping.closes(call_id, outcome)
+        self._keep(call_id, outcome)
         self._forget_oldest()
 
+    def restore(self, rows: Iterable[ResultRow]) -> None:
+        """Take over what a server that died had recorded."""
+        for row in rows:
+            outcome = self.keeping.restored(row)
+            self._entries[row.call_id] = None
+            if outcome is not None:
+                entry = self.open(row.call_id)
+                entry.settle(outcome)
+                self._keep(row.call_id, outcome)
+
+    def _keep(self, call_id: str, outcome: T | SostenutoError) -> None:
+        size = self.size_bytes(outcome)
+        self._all_bytes += size - self._kept_bytes.pop(call_id, 0)
+        self._kept_bytes[call_id] = size
+
     def _forget_oldest(self) -> None:
-        excess_bytes = sum(self._kept_bytes.values()) - self.max_bytes
-        for call_id in list(self._kept_bytes)[:-1]:
-            if excess_bytes <= 0:
-                return
-            excess_bytes -= self._kept_bytes.pop(call_id)
+        while self._all_bytes > self.max_bytes and len(self._kept_bytes) > 1:
+            call_id = next(iter(self._kept_bytes))
+            self._all_bytes -= self._kept_bytes.pop(call_id)
             self._entries[call_id] = None
+            self.keeping.forgets(call_id)

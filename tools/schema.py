@@ -97,6 +97,7 @@ def read_tool(function: Callable[..., object]) -> Tool:
         parameters=_json_schema(arguments, definitions, fields, where),
         timeout_s=options.timeout_s,
         serial=options.serial,
+        idempotent=options.idempotent,
         limits=options.limits,
         output_bytes=options.output_bytes,
     )

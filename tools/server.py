@@ -6,25 +6,37 @@
 """
 
 import hmac
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from errno import EADDRINUSE
-from socket import create_server, socket
+from pathlib import Path
+from secrets import token_hex
+from socket import socket
+from ssl import SSLContext
 from typing import TypeVar
+from urllib.parse import unquote
 
 import anyio
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
 
 from sostenuto.errors import ConfigError, SostenutoError
 from sostenuto.sandbox.protocol import Backend, Sandbox
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.edge import Edge
+from sostenuto.tools.exposure import listening_socket, server_tls
 from sostenuto.tools.host import Hosts
+from sostenuto.tools.logs import PROGRAM, REQUEST
+from sostenuto.tools.metrics import Metrics
 from sostenuto.tools.programs import Programs, open_programs
+from sostenuto.tools.reconcile import inherited_snapshots, open_state, reclaim_orphans
+from sostenuto.tools.recorded import RecordedBackend
 from sostenuto.tools.refused import Refused, status_of
 from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.wire import (
+    OWNER,
+    REQUEST_ID,
     CallRequest,
     Heartbeat,
     PrepareRequest,
@@ -35,6 +47,8 @@ from sostenuto.tools.wire import (
 from sostenuto.types import ProgramId, ToolResult
 
 M = TypeVar("M", bound=BaseModel)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NAME_CHARS = 500
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -42,40 +56,58 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 async def listen(
     config: ServerConfig, backend: Backend, hosts: Hosts, secrets: Secrets
 ) -> AsyncGenerator[str]:
-    """The URL of a server that answers within the block and holds nothing after it."""
+    """The URL of a server that answers within the block and holds nothing after it.
+
+    What a server before it on the same `state_dir` has left is reclaimed first.
+    """
     edge = Edge(secrets, config.output_bytes)
-    with _bound(config) as listening:
-        async with _served(config, backend, hosts, edge, listening):
-            yield f"http://{config.host}:{listening.getsockname()[1]}"
+    tls = server_tls(config)
+    with listening_socket(config) as listening:
+        async with open_state(config) as journal:
+            reclaimed = await reclaim_orphans(config, backend, journal)
+            disk = config.sandbox_root or config.state_dir
+            metrics = Metrics(None if disk is None else Path(disk))
+            recorded = RecordedBackend(backend, journal, metrics)
+            async with (
+                inherited_snapshots(recorded, journal.left.snapshots, config.results_kept_s),
+                open_programs(config, recorded, hosts, edge, journal, metrics) as programs,
+            ):
+                programs.count("reclaimed_orphans", reclaimed)
+                async with _served(Routes(programs, edge, config, metrics), config, listening, tls):
+                    yield f"{'https' if tls else 'http'}://{config.host}:{listening.getsockname()[1]}"
 
 
 @asynccontextmanager
 async def _served(
-    config: ServerConfig, backend: Backend, hosts: Hosts, edge: Edge, listening: socket
+    routes: "Routes", config: ServerConfig, listening: socket, tls: SSLContext | None
 ) -> AsyncGenerator[None]:
-    async with open_programs(config, backend, hosts, edge) as programs:
-        application = Routes(programs, edge, config).application()
-        runner = web.AppRunner(
-            application, handler_cancellation=True, access_log=None, shutdown_timeout=config.release_s
-        )
-        await runner.setup()
-        try:
-            await web.SockSite(runner, listening).start()
-            yield
-        finally:
-            with anyio.CancelScope(shield=True):
-                await programs.close()
-                await runner.cleanup()
+    runner = web.AppRunner(
+        routes.application(), handler_cancellation=True, access_log=None, shutdown_timeout=config.release_s
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listening, ssl_context=tls).start()
+        yield
+    finally:
+        with anyio.CancelScope(shield=True):
+            await routes.close()
+            await runner.cleanup()
 
 
 class Routes:
     """One method for each route."""
 
-    def __init__(self, programs: Programs, edge: Edge, config: ServerConfig) -> None:
+    def __init__(self, programs: Programs, edge: Edge, config: ServerConfig, metrics: Metrics) -> None:
         self._programs = programs
         self._edge = edge
+        self._metrics = metrics
         self._body_bytes = config.body_bytes
         self._authorization = f"Bearer {config.token}".encode()
+        self._metrics_authorization = f"Bearer {config.metrics_token or config.token}".encode()
+
+    async def close(self) -> None:
+        """Admit nothing more and release every program."""
+        await self._programs.close()
 
     def application(self) -> web.Application:
         program = "/v1/programs/{program_id}"
@@ -93,6 +125,7 @@ class Routes:
                 web.put(f"{program}/files/{{path:.+}}", self._write),
                 web.post("/v1/owners/{owner}/heartbeat", self._heartbeat),
                 web.get("/v1/state", self._state),
+                web.get("/metrics", self._metrics_text),
                 web.get("/health", self._health),
             ]
         )
@@ -100,9 +133,21 @@ class Routes:
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the token and turn every refusal, aiohttp's too, into a Refusal."""
+        """Answer under the request's id, for logs and for whoever asked."""
+        request_id = request.headers.get(REQUEST_ID, "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = token_hex(8)
+        REQUEST.set(request_id)
+        response = await self._checked(request, handler)
+        response.headers[REQUEST_ID] = request_id
+        return response
+
+    async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check token and owner, and turn every refusal, aiohttp's too, into a Refusal."""
         try:
             self._check_token(request)
+            if owner := request.headers.get(OWNER):
+                self._programs.check_owner(unquote(owner))
             return await handler(request)
         except SostenutoError as error:
             return self._json(self._edge.refusal(error), status=status_of(error))
@@ -112,7 +157,10 @@ class Routes:
 
     def _check_token(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, self._authorization) and request.path != "/health":
+        right = hmac.compare_digest(given, self._authorization)
+        if request.path == "/metrics":
+            right |= hmac.compare_digest(given, self._metrics_authorization)
+        if not right and request.path != "/health":
             raise Refused("wrong or missing bearer token in the Authorization header", status=401)
 
     async def _prepare(self, request: web.Request) -> web.Response:
@@ -165,17 +213,21 @@ class Routes:
         )
 
     async def _write(self, request: web.Request) -> web.Response:
-        path, data = request.match_info["path"], await request.read()
+        path, data = request.match_info["path"], await _bytes(request)
         await self._programs.in_sandbox(_program_id(request), lambda sandbox: sandbox.write(path, data))
         return _done()
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
         body = await _body(request, Heartbeat)
-        self._programs.heartbeat(request.match_info["owner"], body.lease_s)
+        self._programs.heartbeat(_named(request, "owner"), body.lease_s)
         return _done()
 
     async def _state(self, request: web.Request) -> web.Response:
         return self._json(self._programs.state())
+
+    async def _metrics_text(self, request: web.Request) -> web.Response:
+        text = await self._metrics.text(self._programs.state())
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _health(self, request: web.Request) -> web.Response:
         return _done()
@@ -186,28 +238,36 @@ class Routes:
 
 async def _body(request: web.Request, model: type[M]) -> M:
     """The request's body, or the ConfigError that names the first field which is wrong."""
+    data = await _bytes(request)
     try:
-        return model.model_validate_json(await request.read())
+        return model.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "body"
         raise ConfigError(f"{model.__name__}: {field}: {first['msg']}") from None
 
 
+async def _bytes(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.RequestPayloadError as error:
+        raise ConfigError(f"body: it cannot be read: {error}") from None
+
+
 def _program_id(request: web.Request) -> ProgramId:
-    return ProgramId(request.match_info["program_id"])
+    name = _named(request, "program_id")
+    PROGRAM.set(name)
+    return ProgramId(name)
+
+
+def _named(request: web.Request, part: str) -> str:
+    name = request.match_info[part]
+    if len(name) > _NAME_CHARS or not name.isprintable():
+        raise ConfigError(
+            f"{part}: {name[:40]!r} is no name: give at most {_NAME_CHARS} printable characters"
+        )
+    return name
 
 
 def _done() -> web.Response:
     return web.Response(body=b"{}", content_type="application/json")
-
-
-def _bound(config: ServerConfig) -> socket:
-    try:
-        return create_server((config.host, config.port))
-    except OSError as error:
-        if error.errno == EADDRINUSE:
-            raise ConfigError(
-                f"port: {config.host}:{config.port} is in use; choose another, or 0 for a free one"
-            ) from error
-        raise ConfigError(f"host: cannot listen on {config.host}:{config.port}: {error}") from error

@@ -12,20 +12,31 @@
     GET    /v1/state                                           -> State
     GET    /health                                             -> {}     the one route without a token
 
-Every request carries `Authorization: Bearer TOKEN`.  A refusal is a Refusal with a 4xx or 5xx status;
+    GET    /metrics                                            -> Prometheus text
+
+Every request carries `Authorization: Bearer TOKEN`.  One that names its owner, quoted as in a URL, in
+`X-Sostenuto-Owner` is refused with 409 when a newer epoch has fenced it.  `X-Request-Id` is answered as it
+came, or with a new one, and stands in the server's logs.  A refusal is a Refusal with a 4xx or 5xx status;
 a path without a file is a PathError, 404 where it is missing and 400 elsewhere.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from sostenuto.errors import Blame
 from sostenuto.types import Episode, Message
 
+OWNER = "X-Sostenuto-Owner"
+REQUEST_ID = "X-Request-Id"
+
 
 class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+LONGEST_S = 366 * 24 * 3600.0
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
 
 
 class EnvironmentRef(Wire):
@@ -93,7 +104,14 @@ class PrepareRequest(Wire):
     environment: EnvironmentRef
     task: dict[str, JsonValue]
     seed: int = 0
-    timeout_s: float = Field(default=60.0, gt=0)
+    timeout_s: Seconds = 60.0
+    idle_s: Annotated[Seconds, Field(ge=1)] | None = None
+    """How long the program may be here without a request; None: the server's own bound."""
+    max_s: Seconds | None = None
+    """How long it may be here at all; a reward that has begun ends in its own time."""
+    continues: bool = False
+    """Take up the calls of this id that a server which died had recorded: what ended is answered, what was
+    under way is unknown, or is run again if its tool is idempotent.  Otherwise they are forgotten."""
 
 
 class Prepared(Wire):
@@ -109,7 +127,7 @@ class CallRequest(Wire):
     name: str
     arguments: str
     """JSON text as the policy wrote it."""
-    timeout_s: float = Field(default=300.0, gt=0)
+    timeout_s: Seconds = 300.0
     """When the server ends the call, whatever the tool's own deadline is; its result is then a TIMEOUT.
 
     Waiting for its turn counts; the tool's own deadline begins with the turn.
@@ -121,7 +139,7 @@ class CallRequest(Wire):
 class RewardRequest(Wire):
     call_id: str = Field(min_length=1, max_length=200)
     episode: Episode
-    timeout_s: float = Field(default=60.0, gt=0)
+    timeout_s: Seconds = 60.0
 
 
 class Reward(Wire):
@@ -132,7 +150,7 @@ class Reward(Wire):
 
 class ShellRequest(Wire):
     command: str
-    timeout_s: float = Field(default=30.0, gt=0)
+    timeout_s: Seconds = 30.0
     output_bytes: int = Field(default=65536, gt=0)
 
 
@@ -144,14 +162,18 @@ class ShellReply(Wire):
 
 
 class Heartbeat(Wire):
-    lease_s: float = Field(gt=0)
+    lease_s: Seconds
 
 
 class ProgramState(Wire):
     program_id: str
     owner: str
     age_s: float
+    left_s: float
+    """Until it is released for its age or because it is idle, as things stand."""
     phase: Literal["preparing", "ready", "calling", "scoring", "releasing"]
+    reason: str
+    """Why it is here, in words, such as "calling bash for 3.2 s"."""
     sandbox: str | None
     """Backend that runs it; None for an environment without one."""
 
@@ -162,6 +184,10 @@ class State(Wire):
     owners: dict[str, float]
     """Seconds left on each owner's lease."""
     counters: dict[str, int]
+    queued: int
+    """Calls that wait for their turn."""
+    leaked: int
+    """Environments and sandboxes that could not be given back yet."""
 
 
 class Refusal(Wire):

@@ -1,0 +1,328 @@
+"""The tool server under kill -9: programs that start, call and end while clients vanish, requests are
+cancelled, and workers and the server itself are killed in their midst.
+
+Afterwards nothing may be left: no process, mount, cgroup, workspace or result without owner; and no call may
+have run twice.  Each server follows the one that was killed on the same state.
+"""
+
+import json
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import psutil
+from anyio.abc import Process, TaskGroup
+from anyio.streams.buffered import BufferedByteReceiveStream
+from pydantic import BaseModel, JsonValue
+
+from sostenuto.envs.environment import Environment
+from sostenuto.envs.registry import environment_ref
+from sostenuto.envs.workspace import SandboxSpec
+from sostenuto.errors import SostenutoError
+from sostenuto.sandbox.cgroup_tree import is_orphan
+from sostenuto.tools.client import ToolServerClient
+from sostenuto.tools.config import ServerConfig
+from sostenuto.tools.decorator import tool
+from sostenuto.tools.wire import EnvironmentRef
+from sostenuto.types import CallId, Episode, ProgramId, StopReason, ToolCall, ToolResult
+
+Tell = Callable[[str, float, str, str | None], None]
+
+TOKEN = "token-of-the-torture"
+CLIENTS = 4
+"""Cycles under way at the same time."""
+LEASE_S = 1.0
+_EPISODE = Episode(messages=(), stop_reason=StopReason.ANSWERED)
+
+
+class Background(BaseModel):
+    seconds: float
+    """How long the processes sleep that a program leaves in its sandbox; found again by this number."""
+
+
+class Torn(Environment[Background]):
+    """Starts what has to be ended with it, and leaves a mark outside for each call that runs."""
+
+    sandbox = SandboxSpec()
+
+    async def reset(self, task: Background) -> str:
+        """Leave processes in the sandbox, one of them in a session of its own."""
+        await self.sandbox.shell(f"sleep {task.seconds} & setsid sleep {task.seconds} & echo started")
+        return "go"
+
+    @tool(timeout_s=10)
+    async def mark(self, path: str, command: str) -> str:
+        """Add a line to a file outside of the sandbox and run a command."""
+        _mark(Path(path))
+        return await self.sandbox.shell(command)
+
+    async def reward(self, episode: Episode) -> float:
+        """Anything."""
+        return 1.0
+
+
+def _mark(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("x\n")
+
+
+@dataclass(slots=True)
+class Torture:
+    """One run: its folder, its servers, and what was seen."""
+
+    folder: Path
+    unsafe: bool
+    dice: random.Random
+    seen: Counter[str] = field(default_factory=Counter[str])
+    processes: set[psutil.Process] = field(default_factory=set[psutil.Process])
+    """Everything that was seen below a server."""
+    server: psutil.Process | None = None
+    url: str = ""
+    up: anyio.Event = field(default_factory=anyio.Event)
+    ending: bool = False
+
+    @property
+    def sleep_s(self) -> float:
+        return 50_000 + int.from_bytes(self.folder.name.encode()[-4:]) % 1_000_000_007 / 1000
+
+    async def serve(self) -> None:
+        """One server after the other, until one ends because it was asked to."""
+        while not self.ending:
+            async with self._started() as process:
+                code = await process.wait()
+            self.up = anyio.Event()
+            self.seen["servers"] += 1
+            if code not in {0, -signal.SIGKILL}:
+                raise RuntimeError(f"a tool server ended with {code}: {self._log.read_text()[-2000:]}")
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / "log"
+
+    @asynccontextmanager
+    async def _started(self) -> AsyncGenerator[Process]:
+        server = ServerConfig(
+            token=TOKEN, lease_s=LEASE_S, log_level="warning",
+            sandbox_root=str(self.folder / "sandboxes"), state_dir=self.folder / "state",
+        )  # fmt: skip
+        orders = {
+            "server": server.model_dump(mode="json"),
+            "settings": {"hosts": 2, "unsafe": self.unsafe},
+            "import_paths": [str(Path(__file__).parent.parent), *filter(None, sys.path)],
+        }
+        with self._log.open("ab") as log:
+            process = await anyio.open_process(
+                [sys.executable, "-m", "sostenuto.runtime.tool_process"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        async with process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            await process.stdin.send(json.dumps(orders).encode())
+            await process.stdin.aclose()
+            word = await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", 1 << 16)
+            self.url = json.loads(word)["url"]
+            self.server = psutil.Process(process.pid)
+            self.up.set()
+            yield process
+
+    def look(self) -> list[psutil.Process]:
+        """What lives below the server now; remembered for the end."""
+        if self.server is None:
+            return []
+        with suppress(psutil.NoSuchProcess):
+            below = self.server.children(recursive=True)
+            self.processes |= {self.server, *below}
+            return below
+        return []
+
+    def kill_server(self) -> None:
+        self.look()
+        if self.server is not None and self.up.is_set():
+            self.seen["server_kills"] += 1
+            with suppress(psutil.NoSuchProcess):
+                self.server.kill()
+
+    def kill_worker(self) -> None:
+        workers = [process for process in self.look() if "sostenuto.envs.worker" in _command(process)]
+        if workers:
+            self.seen["worker_kills"] += 1
+            with suppress(psutil.NoSuchProcess):
+                self.dice.choice(workers).kill()
+
+
+async def torture(tell: Tell, *, cycles: int, unsafe: bool = False, seed: int = 7) -> None:
+    """Run the cycles, and tell what is left of them."""
+    with _folder() as folder:
+        run = Torture(folder, unsafe, random.Random(seed))
+        started_s = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            group.start_soon(run.serve)
+            await _all_cycles(run, cycles)
+            await _settle(run)
+        tell("torture_s", anyio.current_time() - started_s, "s", None)
+        _tell_all(tell, run)
+
+
+@contextmanager
+def _folder() -> Generator[Path]:
+    """One that sandboxes can enter, which may have a user of their own."""
+    with tempfile.TemporaryDirectory(prefix="sostenuto-torture-") as name:
+        folder = Path(name)
+        folder.chmod(0o711)
+        (folder / "marks").mkdir()
+        yield folder
+
+
+async def _all_cycles(run: Torture, cycles: int) -> None:
+    numbers = iter(range(cycles))
+
+    async def client() -> None:
+        for number in numbers:
+            await _cycle(run, number)
+
+    async with anyio.create_task_group() as group:
+        for _ in range(CLIENTS):
+            group.start_soon(client)
+
+
+async def _cycle(run: Torture, number: int) -> None:
+    """One program, by a client of its own, which half of the times fences the one before it."""
+    await run.up.wait()
+    owner = f"fencing/{number}" if number % 8 == 0 else f"client-{number}"
+    # More than a connection's loss is waited for: the client asks the next server for the result.
+    client = ToolServerClient(run.url, TOKEN, owner, lease_s=LEASE_S, repeat_s=0.2, slack_s=15)
+    fate = run.dice.choice(("finish", "finish", "vanish", "cancel"))
+    async with client, anyio.create_task_group() as group:
+        group.start_soon(_quietly, run, client.heartbeats)
+        life_s = 30.0 if fate == "finish" else run.dice.uniform(0.0, 1.0)
+        with anyio.move_on_after(life_s):
+            await _quietly(run, lambda: _live(run, client, number, group))
+        if fate == "cancel":
+            await _quietly(run, lambda: client.release(ProgramId(f"p{number}")))
+        group.cancel_scope.cancel()
+    run.seen[fate] += 1
+
+
+async def _blow(run: Torture, number: int, moment: int) -> None:
+    """Kill what it is this cycle's turn to kill: while it is prepared, or in one of its calls."""
+    blow = {5: run.kill_server, 1: run.kill_worker, 9: run.kill_worker}.get(number % 16)
+    if blow is not None and moment == number // 16 % 5:
+        await anyio.sleep(run.dice.uniform(0.0, 0.3))
+        blow()
+
+
+async def _quietly(run: Torture, work: Callable[[], Awaitable[None]]) -> None:
+    """What dies here is expected to; errors that are none of ours are not."""
+    try:
+        await work()
+    except SostenutoError as error:
+        run.seen[type(error).__name__] += 1
+
+
+async def _live(run: Torture, client: ToolServerClient, number: int, group: TaskGroup) -> None:
+    group.start_soon(_blow, run, number, 0)
+    program = ProgramId(f"p{number}")
+    ref: EnvironmentRef = environment_ref(Torn)
+    task: dict[str, JsonValue] = {"seconds": run.sleep_s}
+    await client.prepare(program, ref, task, timeout_s=20)
+    run.look()
+    for turn in range(4):
+        group.start_soon(_blow, run, number, turn + 1)
+        path = run.folder / "marks" / f"{number}.{turn}"
+        command = f"sleep {run.dice.uniform(0.0, 0.3):.3f}; echo done"
+        call = ToolCall("mark", json.dumps({"path": str(path), "command": command}))
+        await _call(run, client, program, CallId(str(turn)), call)
+    await client.reward(program, CallId("reward"), _EPISODE, timeout_s=10)
+    await client.release(program)
+    run.seen["completed"] += 1
+
+
+async def _call(
+    run: Torture, client: ToolServerClient, program: ProgramId, call_id: CallId, call: ToolCall
+) -> None:
+    """Call, and ask again for what it came to: under the same id nothing runs twice, whoever answers."""
+    first: ToolResult | None = None
+    try:
+        first = await client.call(program, call_id, call, timeout_s=10)
+    finally:
+        if first is None and run.dice.random() < 0.5:
+            with anyio.move_on_after(5, shield=True):
+                await run.up.wait()
+                await _quietly(run, lambda: _ask_again(run, program, call_id, call))
+    again = await client.call(program, call_id, call, timeout_s=10)
+    if again != first:
+        run.seen["answers_changed"] += 1
+
+
+async def _ask_again(run: Torture, program: ProgramId, call_id: CallId, call: ToolCall) -> None:
+    async with ToolServerClient(run.url, TOKEN, "anyone", repeat_s=0.2, slack_s=3) as client:
+        await client.call(program, call_id, call, timeout_s=3)
+        run.seen["answered_later"] += 1
+
+
+async def _settle(run: Torture) -> None:
+    """Let every lease end, wait until the living server's journal holds nothing, and end it."""
+    with anyio.fail_after(60):
+        await run.up.wait()
+        async with ToolServerClient(run.url, TOKEN, "watcher") as client:
+            while _rows(run.folder) or (await client.state()).programs:  # noqa: ASYNC110
+                await anyio.sleep(0.1)
+    run.look()
+    run.ending = True
+    assert run.server is not None
+    run.server.terminate()
+
+
+def _rows(folder: Path) -> int:
+    """What the journal holds of programs, results, sandboxes and snapshots."""
+    tables = ("programs", "results", "sandboxes", "snapshots")
+    with closing(sqlite3.connect(folder / "state" / "journal.sqlite")) as connection:
+        counts = (connection.execute(f"SELECT count(*) FROM {table}").fetchone() for table in tables)
+        return sum(count for (count,) in counts)
+
+
+def _tell_all(tell: Tell, run: Torture) -> None:
+    sleep = str(run.sleep_s)
+    below = [process for process in run.processes if _runs(process)]
+    strays = [process for process in psutil.process_iter() if sleep in _command(process)]
+    marks = [path.read_text().count("x") for path in (run.folder / "marks").iterdir()]
+    servers = {str(process.pid) for process in run.processes}
+    for name in ("completed", "server_kills", "worker_kills", "answered_later", "OutcomeUnknown"):
+        tell(f"torture_{name.lower()}", run.seen[name], "times", None)
+    tell("torture_calls", len(marks), "calls", None)
+    tell("torture_ran_twice", sum(mark > 1 for mark in marks), "calls", "== 0")
+    tell("torture_answers_changed", run.seen["answers_changed"], "calls", "== 0")
+    tell("left_processes", len({*below, *strays}), "processes", "== 0")
+    tell("left_mounts", Path("/proc/self/mounts").read_text().count(str(run.folder)), "mounts", "== 0")
+    tell("left_cgroups", len(_cgroups(servers)), "groups", "== 0")
+    tell("left_workspaces", len(list((run.folder / "sandboxes").iterdir())), "folders", "== 0")
+    tell("left_rows", _rows(run.folder), "rows", "== 0")
+
+
+def _cgroups(servers: set[str]) -> list[str]:
+    """Groups that one of the servers has made and nobody has removed."""
+    folders = Path("/sys/fs/cgroup").rglob("*/")
+    return [path.name for path in folders if servers & set(path.name.split(".")) and is_orphan(path.name)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        # A dead one may wait for an init that takes nobody in.
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
