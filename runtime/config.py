@@ -39,13 +39,25 @@ class ToolServerSettings(Section):
     """The tool server and what runs in it."""
 
     hosts: int = Field(default=1, gt=0)
-    """Worker processes for environment code."""
+    """Worker processes for environment code, for each interpreter that environments need."""
+
+    host_memory_bytes: int | None = Field(default=None, gt=0)
+    """Of one worker and what it starts; one that uses more is ended.  None: as much as there is."""
+
+    host_cpus: float | None = Field(default=None, ge=0.01, allow_inf_nan=False)
+    """Cores of one worker and what it starts; None: as many as there are."""
 
     sandbox: Literal["bubblewrap", "landlock"] | None = None
     """None: the first that works here."""
 
     unsafe: bool = False
     """True: tools run as plain processes of yours, isolated from nothing."""
+
+    sandbox_memory_bytes: int | None = Field(default=None, gt=0)
+    """What sandboxes may take together, each counted with its limit; None: no bound.
+
+    Where one more does not fit, those of programs that wait for an engine step down.
+    """
 
     port: int = Field(default=0, ge=0, le=65535)
     """Of the tool server on 127.0.0.1; 0: a free one."""

@@ -4,6 +4,7 @@
 command line) and writes one line to stdout: where it listens, or what is wrong.
 """
 
+import logging
 import os
 import secrets as randomness
 import signal
@@ -15,18 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+from anyio import to_thread
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from sostenuto.envs.bounding import WorkerBounds
 from sostenuto.envs.pool import WorkerPool
 from sostenuto.errors import ConfigError, SostenutoError, ToolServerError, Unsupported, lone_error
 from sostenuto.runtime.config import ToolServerSettings
 from sostenuto.sandbox.choose import choose_backend
+from sostenuto.sandbox.folders import reclaim
 from sostenuto.tools.client import ToolServerClient
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.process import serve
 from sostenuto.tools.secrets import secrets_from_environment
+
+_log = logging.getLogger(__name__)
 
 _READY_S = 60.0
 _END_S = 20.0
@@ -40,6 +46,7 @@ class _Orders(BaseModel):
 
     server: ServerConfig
     settings: ToolServerSettings
+    sandbox_root: Path
     import_paths: tuple[str, ...]
 
 
@@ -95,13 +102,12 @@ def _orders(settings: ToolServerSettings, sandbox_root: Path) -> _Orders:
         token=randomness.token_urlsafe(32),
         lease_s=settings.lease_s,
         secret_names=settings.secrets,
-        sandbox_root=str(sandbox_root.absolute()),
-        state_dir=sandbox_root.absolute().with_name("tool_server"),
         parent_pid=os.getpid(),
     )
     return _Orders(
         server=server,
         settings=settings,
+        sandbox_root=sandbox_root.absolute(),
         import_paths=tuple(path or str(Path.cwd()) for path in sys.path),
     )
 
@@ -152,14 +158,17 @@ async def _end(process: Process) -> None:
 
 async def _serve(orders: _Orders) -> None:
     settings = orders.settings
-    root = orders.server.sandbox_root
-    assert root is not None
-    backend = await choose_backend(Path(root), preferred=settings.sandbox, unsafe=settings.unsafe)
+    for left in await to_thread.run_sync(reclaim, orders.sandbox_root):
+        _log.warning("reclaimed what a tool server before had left: %s", left)
+    backend = await choose_backend(orders.sandbox_root, preferred=settings.sandbox, unsafe=settings.unsafe)
     secrets_from_environment(settings.secrets, os.environ)
     secrets = {name: os.environ[name] for name in settings.secrets}
     isolation = (await backend.probe()).isolation
     async with WorkerPool(
-        size=settings.hosts, secrets=secrets, import_paths=list(orders.import_paths)
+        size=settings.hosts,
+        secrets=secrets,
+        import_paths=list(orders.import_paths),
+        bounds=WorkerBounds(settings.host_memory_bytes, settings.host_cpus),
     ) as hosts:
         await serve(
             orders.server, backend, hosts, ready=lambda url: _say(_FirstWord(url=url, isolation=isolation))

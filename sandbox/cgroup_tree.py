@@ -43,7 +43,8 @@ class Tree:
         path.rmdir()
 
     def read(self, path: Path) -> str:
-        return path.read_text()
+        with path.open("rb", buffering=0) as file:  # before and after each command: the fastest way
+            return file.read().decode()
 
     def write(self, path: Path, text: str) -> None:
         # In one call and without O_CREAT or O_TRUNC: a kernel that lacks the file says so.
