@@ -4,7 +4,6 @@
 command line) and writes one line to stdout: where it listens, or what is wrong.
 """
 
-import logging
 import os
 import secrets as randomness
 import signal
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-from anyio import to_thread
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -26,13 +24,10 @@ from sostenuto.envs.pool import WorkerPool
 from sostenuto.errors import ConfigError, SostenutoError, ToolServerError, Unsupported, lone_error
 from sostenuto.runtime.config import ToolServerSettings
 from sostenuto.sandbox.choose import choose_backend
-from sostenuto.sandbox.folders import reclaim
 from sostenuto.tools.client import ToolServerClient
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.process import serve
 from sostenuto.tools.secrets import secrets_from_environment
-
-_log = logging.getLogger(__name__)
 
 _READY_S = 60.0
 _END_S = 20.0
@@ -46,7 +41,6 @@ class _Orders(BaseModel):
 
     server: ServerConfig
     settings: ToolServerSettings
-    sandbox_root: Path
     import_paths: tuple[str, ...]
 
 
@@ -102,12 +96,13 @@ def _orders(settings: ToolServerSettings, sandbox_root: Path) -> _Orders:
         token=randomness.token_urlsafe(32),
         lease_s=settings.lease_s,
         secret_names=settings.secrets,
+        sandbox_root=str(sandbox_root.absolute()),
+        state_dir=sandbox_root.absolute().with_name("tool_server"),
         parent_pid=os.getpid(),
     )
     return _Orders(
         server=server,
         settings=settings,
-        sandbox_root=sandbox_root.absolute(),
         import_paths=tuple(path or str(Path.cwd()) for path in sys.path),
     )
 
@@ -158,9 +153,9 @@ async def _end(process: Process) -> None:
 
 async def _serve(orders: _Orders) -> None:
     settings = orders.settings
-    for left in await to_thread.run_sync(reclaim, orders.sandbox_root):
-        _log.warning("reclaimed what a tool server before had left: %s", left)
-    backend = await choose_backend(orders.sandbox_root, preferred=settings.sandbox, unsafe=settings.unsafe)
+    root = orders.server.sandbox_root
+    assert root is not None
+    backend = await choose_backend(Path(root), preferred=settings.sandbox, unsafe=settings.unsafe)
     secrets_from_environment(settings.secrets, os.environ)
     secrets = {name: os.environ[name] for name in settings.secrets}
     isolation = (await backend.probe()).isolation
