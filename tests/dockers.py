@@ -51,20 +51,31 @@ def backend_at(root: Path, **settings: object) -> DockerBackend:
 
 @contextmanager
 def docker_root() -> Generator[Path]:
-    """A root under which nothing may be left on the daemon."""
+    """A root under which no container may be left on the daemon."""
     with sandbox_root() as root:
-        yield root
-        daemon = Daemon(find_socket(None))
-        left = [*daemon.containers({ROOT: str(root)}), *daemon.images({ROOT: str(root)})]
-        for found in daemon.containers({ROOT: str(root)}):
-            daemon.remove(found.identity)
-        for found in daemon.images({ROOT: str(root)}):
-            daemon.remove_image(found.identity)
-        assert [found.labels for found in left if found.labels.get("sostenuto.name") != "image"] == []
+        try:
+            yield root
+            left = containers(root)
+        finally:
+            _clean(root)
+        assert left == []
+
+
+def _clean(root: Path):
+    """The layers of a living process stay by right; those of this root have no use any more."""
+    daemon = Daemon(find_socket(None))
+    for container in containers(root):
+        daemon.remove(container)
+    for image in images(root):
+        daemon.remove_image(image)
 
 
 def containers(root: Path) -> list[str]:
-    return [found.identity for found in Daemon(find_socket(None)).containers({ROOT: str(root)})]
+    return [found.identity for found in Daemon(find_socket(None)).containers(f"{ROOT}={root}")]
+
+
+def images(root: Path) -> list[str]:
+    return [found.identity for found in Daemon(find_socket(None)).images(f"{ROOT}={root}")]
 
 
 async def none_left(root: Path) -> bool:

@@ -1,5 +1,7 @@
 """Files of a container's workspace, through the daemon, against what a hostile inside or archive holds."""
 
+import bz2
+import gzip
 import io
 import random
 import tarfile
@@ -104,6 +106,9 @@ async def test_what_is_downloaded_can_be_uploaded_again(sandbox: DockerSandbox):
     seen = await said(sandbox, "cd copy/of/it && cat l hard && stat -c %a f && touch e/x ../x ../../x")
     assert (seen.exit_code, seen.output) == (0, "1\n1\n700\n")
     assert names_in(await sandbox.download("d/f")) == ["f"]
+    for number, packed in enumerate((gzip.compress(archive), bz2.compress(archive))):
+        await sandbox.upload(packed, f"packed{number}")
+        assert await sandbox.read(f"packed{number}/l") == b"1\n"
 
 
 async def test_a_hostile_archive_is_refused_and_nothing_is_written(sandbox: DockerSandbox):
@@ -124,6 +129,8 @@ async def test_a_hostile_archive_is_refused_and_nothing_is_written(sandbox: Dock
         "a multiplied file": tar_of(
             ("f", tarfile.REGTYPE, b"x" * (1 << 20)), *[(f"h{n}", hard, "f") for n in range(5)]
         ),
+        "a bomb": gzip.compress(bytes(5 << 20)),
+        "damaged": gzip.compress(tar_of(("f", tarfile.REGTYPE, b"x")))[:40],
         "no archive": b"no archive at all",
         "cut short": tar_of(("f", tarfile.REGTYPE, b"x" * 9000))[:2000],
     }

@@ -7,18 +7,15 @@ from pathlib import Path
 import anyio
 import pytest
 
-from dockers import IMAGE, backend_at, docker_root, needs_docker, running, said
+from dockers import IMAGE, backend_at, docker_root, images, needs_docker, running, said
 from sostenuto.errors import SandboxError, Unsupported
+from sostenuto.sandbox.choose import choose_backend
 from sostenuto.sandbox.docker.address import find_socket
-from sostenuto.sandbox.docker.labels import ROOT
+from sostenuto.sandbox.docker.backend import DockerSettings
 from sostenuto.sandbox.docker.typed import Daemon
 from sostenuto.sandbox.protocol import Blueprint
 
 pytestmark = needs_docker
-
-
-def images(root: Path) -> list[str]:
-    return [found.identity for found in Daemon(find_socket(None)).images({ROOT: str(root)})]
 
 
 @pytest.fixture
@@ -145,3 +142,9 @@ async def test_probing_names_the_isolation_or_the_image_that_is_missing():
         assert not probe.works
         assert "docker pull nonesuch:x" in probe.remedy
         assert json.dumps(probe.details)
+
+
+async def test_it_is_chosen_when_it_is_preferred():
+    with docker_root() as root:
+        backend = await choose_backend(root, preferred="docker", docker=DockerSettings(image=IMAGE))
+        assert backend.name == "docker"

@@ -1,6 +1,7 @@
 """What can be said about the docker backend where there is no daemon, or a bad one."""
 
 import socket
+import sys
 import threading
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from sandboxes import sandbox_root
 from sostenuto.errors import SandboxError, Unsupported
 from sostenuto.sandbox.docker import backend as backend_module
+from sostenuto.sandbox.docker import labels
 from sostenuto.sandbox.docker.address import find_socket
 from sostenuto.sandbox.docker.backend import DockerBackend, DockerSettings
 from sostenuto.sandbox.docker.calls import Calls
+from sostenuto.sandbox.docker.labels import NAMESPACE, OWNER, is_orphan, labels_of
 from sostenuto.sandbox.docker.stream import Marks
 from sostenuto.sandbox.docker.wire import STDERR, STDOUT, Frames
 from sostenuto.sandbox.output import HeadTail
@@ -77,6 +80,15 @@ async def test_without_a_daemon_a_probe_says_so_and_a_start_is_unsupported(tmp_p
         await backend.start("x", Blueprint())
 
 
+async def test_without_the_sdk_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "docker", None)
+    with sandbox_root() as root, socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(root / "mute"))
+        mute.listen()
+        probe = await DockerBackend(root, DockerSettings(socket=str(root / "mute"))).probe()
+    assert "pip install 'sostenuto[docker]'" in probe.remedy
+
+
 async def test_a_daemon_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sostenuto.sandbox.docker.typed.SILENCE_S", 1.0)
     monkeypatch.setattr(backend_module, "_PROBE_S", 0.3)
@@ -101,3 +113,29 @@ async def test_a_call_given_up_before_it_began_is_not_made_and_holds_no_slot():
     assert await calls.wait(hung)
     assert await calls.run(lambda: made.append(3)) is None
     assert made == [3]
+
+
+def test_where_there_is_no_proc_owners_are_told_apart_by_their_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(labels, "_HAS_PROC", False)
+    root = Path("/root-of-mine")
+    mine = labels_of(root, "x")
+    assert not is_orphan(mine, root)
+    pid, started, boot = mine[OWNER].split(".")
+    assert is_orphan(mine | {OWNER: f"{pid}.{int(started) - 1}.{boot}"}, root)
+    assert is_orphan(mine | {OWNER: f"4194305.{started}.{boot}"}, root)
+
+
+def test_an_owner_is_judged_only_where_its_pid_means_something():
+    root = Path("/root-of-mine")
+    mine = labels_of(root, "x")
+    pid, started, boot = mine[OWNER].split(".")
+    dead = mine | {OWNER: f"{pid}.{int(started) - 1}.{boot}"}
+    rebooted = mine | {OWNER: f"{pid}.{started}.another"}
+    assert is_orphan(dead, root)
+    assert is_orphan(dead, Path("/another"))
+    assert is_orphan(rebooted, root)
+    assert is_orphan(dead | {NAMESPACE: "pid:[1]"}, root)
+    assert not is_orphan(rebooted, Path("/another"))
+    assert not is_orphan(dead | {NAMESPACE: "pid:[1]"}, Path("/another"))
+    assert not is_orphan({}, root)
+    assert not is_orphan({OWNER: "nonsense"}, root)

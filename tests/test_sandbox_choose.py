@@ -10,6 +10,7 @@ from sostenuto.errors import ConfigError, Unsupported
 from sostenuto.sandbox import bubblewrap, landlock
 from sostenuto.sandbox.bubblewrap import BubblewrapBackend, find_bwrap
 from sostenuto.sandbox.choose import choose_backend, probe_backends
+from sostenuto.sandbox.docker.backend import DockerSettings
 from sostenuto.sandbox.landlock import LandlockBackend
 from sostenuto.sandbox.plain import ProcessBackend
 from sostenuto.sandbox.protocol import Blueprint
@@ -43,6 +44,11 @@ def bwrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     find_bwrap.cache_clear()
 
 
+def nowhere(root: Path) -> DockerSettings:
+    """No daemon, whatever this machine has."""
+    return DockerSettings(socket=str(root / "no-daemon"))
+
+
 def without_landlock(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(landlock.landlockpy, "abi_version", lambda: 0)
 
@@ -54,13 +60,13 @@ async def test_bubblewrap_is_the_first_choice(root: Path):
 
 
 async def test_probing_names_the_isolation_of_each_backend(root: Path):
-    first, second = await probe_backends(root)
-    assert (first.backend, first.works, second.backend, second.works) == (
-        "bubblewrap",
-        True,
-        "landlock",
-        True,
-    )
+    first, second, third = await probe_backends(root, docker=nowhere(root))
+    assert [(probe.backend, probe.works) for probe in (first, second, third)] == [
+        ("bubblewrap", True),
+        ("landlock", True),
+        ("docker", False),
+    ]
+    assert "start the daemon" in third.remedy
     assert "namespaces" in first.isolation
     assert "seccomp" in first.isolation
     assert "other processes can be seen" in second.isolation
@@ -83,8 +89,10 @@ async def test_without_any_backend_the_error_has_every_remedy(
 ):
     bwrap(REFUSING)
     without_landlock(monkeypatch)
-    with pytest.raises(Unsupported, match=r"apparmor(.|\n)*Landlock ABI 0, needed 3(.|\n)*6\.2 or newer"):
-        await choose_backend(root)
+    with pytest.raises(
+        Unsupported, match=r"apparmor(.|\n)*Landlock ABI 0, needed 3(.|\n)*6\.2 or newer(.|\n)*no Docker"
+    ):
+        await choose_backend(root, docker=nowhere(root))
     assert isinstance(await choose_backend(root, unsafe=True), ProcessBackend)
 
 
@@ -131,7 +139,7 @@ async def test_a_root_that_cannot_be_a_folder_is_named(tmp_path: Path):
 async def test_without_libseccomp_the_remedy_is_named(root: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sostenuto.sandbox.seccomp.program", _no_library)
     with pytest.raises(Unsupported, match="apt install libseccomp2"):
-        await choose_backend(root)
+        await choose_backend(root, docker=nowhere(root))
     with pytest.raises(Unsupported):
         await BubblewrapBackend(root).start("x", Blueprint())
     assert entries(root) == []

@@ -80,7 +80,11 @@ class DockerBackend:
         except (SostenutoError, TimeoutError) as exc:
             said = str(exc) or f"no answer within {_PROBE_S:.0f} s"
             return Probe(self.name, False, self.isolation, _remedy(said), {"error": said})
-        return await try_out(self, self.isolation, _remedy)
+        probe = await try_out(self, self.isolation, _remedy)
+        if not probe.works:
+            return probe
+        limits = {"limits": "memory, processes and cores, by the daemon's cgroups"}
+        return replace(probe, isolation=self.isolation, details=probe.details | limits)
 
     async def _check_image(self, ground: Ground) -> None:
         """A probe does not pull: that can take minutes, and is to be decided by whoever runs it."""
@@ -150,6 +154,7 @@ class DockerBackend:
             if self._ground is None:
                 socket = find_socket(self._settings.socket)
                 daemon = Daemon(socket)
+                await self._calls.run(daemon.version_path)  # the first that needs the SDK
                 await self._calls.run(partial(reclaim_containers, daemon, self._root))
                 uid = self._settings.uid
                 images = Images(daemon, self._calls, self._plan("image", Blueprint(), ""), uid)

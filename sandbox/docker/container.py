@@ -28,6 +28,7 @@ _TRANSFER_S = 300.0
 _STOP_S = 60.0
 _GONE_S = 20.0
 _LOOK_AGAIN_S = 0.02
+_COUNT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class DockerSandbox:
         """Held while it is paused, resumed or committed, and while it must not be."""
         self._paused = False
         self._peak_bytes = 0
+        self._at_rest = 0
+        """Processes while the shell waits for its first command."""
         self._removal: Future[None] | None = None
 
     async def open(self) -> None:
@@ -64,6 +67,17 @@ class DockerSandbox:
         target = f"{version}/containers/{self._container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
         await self._wire.upgrade(target, {})
         await self._shell.start()
+        self._at_rest = await self._tasks() or 0
+
+    async def _tasks(self) -> int | None:
+        """Processes inside, the one that counts them among them; None: they could not be counted."""
+        counted = await self._shell.run("(set -- /proc/[0-9]*; echo $#)", _COUNT_S, 64)
+        return int(counted.output) if counted.output.strip().isdigit() else None
+
+    async def is_quiet(self) -> bool:
+        self._check_running()
+        tasks = await self._tasks()
+        return tasks is not None and tasks <= self._at_rest
 
     async def shell(self, command: str, *, timeout_s: float, output_bytes: int = 65536) -> ShellResult:
         self._check_running()

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 
 from sostenuto.errors import PathError, SandboxError
 from sostenuto.sandbox.docker.inside import WORKSPACE
-from sostenuto.sandbox.docker.tars import Packer, below, members_of
+from sostenuto.sandbox.docker.tars import Packer, below, members_of, plain
 from sostenuto.sandbox.docker.typed import Daemon, Entry, Refused
 
 _DEPTH = 200
@@ -74,6 +74,7 @@ class Files:
         target = self._walk(path, follow=True)
         if target.entry is not None and not target.entry.is_folder:
             raise PathError(f"{path!r} is not a folder")
+        archive = plain(archive, file_bytes)
         members = members_of(archive, file_bytes)
         absent = self._absent_folders(target, members)
         with Packer(self._uid) as packer, tarfile.open(fileobj=io.BytesIO(archive)) as tar:

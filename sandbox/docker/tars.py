@@ -1,8 +1,11 @@
 """Archives that go into a container and come out of one."""
 
+import bz2
+import gzip
 import io
 import stat
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -12,6 +15,8 @@ _DEPTH = 200
 _UPLOAD_FILES = 4
 """An archive may unpack to so many files of the largest size."""
 _MEMBERS = 100_000
+_MOST_PLAIN_BYTES = 256 << 20
+"""Of a compressed archive, which is held in memory."""
 
 
 class Packer:
@@ -82,6 +87,26 @@ class Packer:
     def archive(self) -> bytes:
         self._tar.close()
         return self._buffer.getvalue()
+
+
+def plain(archive: bytes, file_bytes: int) -> bytes:
+    """The same without gzip or bzip2; PathError when it is damaged or grows beyond what is unpacked."""
+    memory = io.BytesIO(archive)
+    if archive.startswith(b"\x1f\x8b"):
+        packed = gzip.GzipFile(fileobj=memory)
+    elif archive.startswith(b"BZ"):
+        packed = bz2.BZ2File(memory)
+    else:
+        return archive
+    most_bytes = min(_UPLOAD_FILES * file_bytes, _MOST_PLAIN_BYTES)
+    try:
+        with packed as source:
+            content = source.read(most_bytes + 1)
+    except (OSError, EOFError, zlib.error) as exc:
+        raise PathError(f"the archive cannot be read: {exc}") from exc
+    if len(content) > most_bytes:
+        raise PathError("the archive holds more than is allowed")
+    return content
 
 
 def members_of(archive: bytes, file_bytes: int) -> dict[str, tarfile.TarInfo]:

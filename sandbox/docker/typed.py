@@ -154,10 +154,10 @@ class Daemon:
             return False
         return True
 
-    def containers(self, labels: Mapping[str, str]) -> list[Found]:
-        """Those that have all of these labels, in any state."""
+    def containers(self, label: str) -> list[Found]:
+        """Those that have the label (NAME or NAME=VALUE), in any state."""
         with _errors("list containers"):
-            found = self._client.containers(all=True, filters={"label": _label_filters(labels)})
+            found = self._client.containers(all=True, filters={"label": label})
         return [Found(one["Id"], one.get("Labels") or {}) for one in found]
 
     def written_bytes(self, container: str) -> int:
@@ -260,9 +260,10 @@ class Daemon:
         with _errors(f"measure image {reference}"):
             return int(self._client.history(reference)[0]["Size"])
 
-    def images(self, labels: Mapping[str, str]) -> list[Found]:
+    def images(self, label: str) -> list[Found]:
+        """The youngest first, so that none comes before what is built on it."""
         with _errors("list images"):
-            found = self._client.images(filters={"label": _label_filters(labels)})
+            found = self._client.images(filters={"label": label})
         return [Found(one["Id"], one.get("Labels") or {}) for one in found]
 
     def remove_image(self, reference: str) -> None:
@@ -292,10 +293,6 @@ def _host_config(client: Any, plan: ContainerPlan) -> Any:  # noqa: ANN401 - the
         # The daemon would write everything that a shell says to a file of its own.
         log_config={"Type": "none"},
     )  # fmt: skip
-
-
-def _label_filters(labels: Mapping[str, str]) -> list[str]:
-    return [f"{key}={value}" for key, value in labels.items()]
 
 
 def _has_tag(reference: str) -> bool:
