@@ -175,6 +175,12 @@ def _annotated_task(cls: type[Environment[Any]]) -> object:
     return hints.get(parameters[0].name)
 
 
+def memory_bytes(cls: type[Environment[Any]]) -> int:
+    """What its sandbox may take at most; 0 without one."""
+    spec = _sandbox(cls)
+    return spec.memory_bytes if spec else 0
+
+
 def _sandbox(cls: type[Environment[Any]]) -> SandboxSpec | None:
     spec = inspect.getattr_static(cls, "sandbox", None)
     if spec is None or isinstance(spec, SandboxSpec):

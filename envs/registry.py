@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import JsonValue
 
-from sostenuto.envs.declaration import declaration, needs, note_author_file
+from sostenuto.envs.declaration import declaration, memory_bytes, needs, note_author_file
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.pickling import dumps, loads
 from sostenuto.errors import ConfigError, nearest
@@ -72,7 +72,7 @@ def environment_ref(cls: type[Environment[Any]], **options: JsonValue) -> Enviro
     needed = needs(cls)
     ref = EnvironmentRef(
         name=cls.__name__, options=options,
-        requirements=needed.requirements, interpreter=needed.interpreter,
+        requirements=needed.requirements, interpreter=needed.interpreter, memory_bytes=memory_bytes(cls),
     )  # fmt: skip
     if _is_importable(cls):
         return ref.model_copy(update={"import_path": path})

@@ -92,6 +92,9 @@ class RemoteSandbox:
     async def usage(self) -> SandboxUsage:
         raise ToolServerError("a sandbox is measured by the tool server, not by an environment")
 
+    async def is_quiet(self) -> bool:
+        raise ToolServerError("a sandbox is moved by the tool server, not by an environment")
+
     async def reclaim(self) -> None:
         raise ToolServerError("a sandbox is reclaimed by the tool server, not by an environment")
 

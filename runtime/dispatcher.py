@@ -9,6 +9,7 @@ Invariants:
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 import anyio
 from anyio.abc import TaskGroup
 
-from sostenuto.errors import EngineError, InvalidTransition, ProgramError, boundary
+from sostenuto.errors import EngineError, InvalidTransition, ProgramError, SostenutoError, boundary
 from sostenuto.records import Trajectory, validate
 from sostenuto.runtime.drive import Drive, Grant, Surroundings
 from sostenuto.runtime.engines.protocol import Engine
@@ -38,15 +39,20 @@ from sostenuto.scheduler.actions import (
     Offload,
     Prepare,
     Refuse,
+    SandboxClaim,
+    SandboxMoved,
     Submitted,
     Tick,
+    ToolServerJoined,
     TurnAway,
 )
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.types import EngineId, Outcome, OutcomeKind, ProgramId, StopReason, Version
+from sostenuto.types import EngineId, Outcome, OutcomeKind, ProgramId, SandboxRung, StopReason, Version
+
+_log = logging.getLogger(__name__)
 
 
 class _Mail:
@@ -165,6 +171,19 @@ class Dispatcher:
         self._gave_up = ""
         return facts
 
+    def limit(self, sandboxes: ToolServerJoined) -> None:
+        """What the tool server can give to sandboxes together; until this is told they are not limited."""
+        self._feed(sandboxes)
+
+    async def _move_sandbox(self, program_id: ProgramId, rung: SandboxRung) -> None:
+        try:
+            moved = await self._around.tools.move(program_id, rung)
+        except SostenutoError as error:
+            # Whoever uses the sandbox next is told by that what became of it.
+            _log.warning("sandbox of %s, on its way to %s: %s", program_id, rung, error)
+        else:
+            self._feed(SandboxMoved(program_id, moved.rung, moved.elapsed_s))
+
     def _expect_return(self, lost: str) -> None:
         self._running.start_soon(self._give_up_engines, lost)
 
@@ -215,8 +234,10 @@ class Dispatcher:
                 self._running.start_soon(self._fleet.release, engine_id, program_id)
             case Expire(program_id):
                 self._seats[program_id].scope.cancel()
-            case Offload() | MoveSandbox():
-                # Asked for only of an engine with a lower tier and of a tool server with stated limits.
+            case MoveSandbox(program_id, rung):
+                self._running.start_soon(self._move_sandbox, program_id, rung)
+            case Offload():
+                # Asked for only of an engine with a lower tier.
                 raise InvalidTransition(f"nothing here can carry out {action}")
             case _:
                 self._publishing.start(action)
@@ -262,6 +283,7 @@ def _submitted(spec: ProgramSpec, lease_s: float) -> Submitted:
         group=spec.group_id,
         group_size=spec.group_size,
         trainable_until=spec.trainable_until,
+        sandbox=SandboxClaim(memory_bytes=spec.environment.memory_bytes),
     )
 
 

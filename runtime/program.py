@@ -5,7 +5,7 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
-from sostenuto.tools.wire import EnvironmentRef, Prepared, Reward
+from sostenuto.tools.wire import EnvironmentRef, Moved, Prepared, Reward
 from sostenuto.types import (
     CallId,
     Episode,
@@ -13,6 +13,7 @@ from sostenuto.types import (
     Limits,
     ProgramId,
     Purpose,
+    SandboxRung,
     ToolCall,
     ToolResult,
     Version,
@@ -39,6 +40,8 @@ class ToolServer(Protocol):
     async def reward(
         self, program_id: ProgramId, call_id: CallId, episode: Episode, *, timeout_s: float
     ) -> Reward: ...
+
+    async def move(self, program_id: ProgramId, rung: SandboxRung) -> Moved: ...
 
     async def release(self, program_id: ProgramId) -> None: ...
 

@@ -78,6 +78,8 @@ class LocalSandbox:
         self._standing = anyio.Lock()
         """Held by whoever makes it stand still, or go on."""
         self._copied_bytes = 0
+        self._at_rest = 0
+        """Processes below the launcher while the shell waits for its first command."""
         self._stopping = anyio.Lock()
         self._gone = False
 
@@ -142,6 +144,7 @@ class LocalSandbox:
             enter, pid = self._folder.enter, shell.host_pid()
             await anyio.to_thread.run_sync(enter, pid, self._launch.workspace, self._origin.files)
             await anyio.to_thread.run_sync(idmapped.withdraw, self._launch.shown)
+        self._at_rest = self._tasks()
 
     async def shell(self, command: str, *, timeout_s: float, output_bytes: int = 65536) -> ShellResult:
         self._check_awake()
@@ -249,6 +252,13 @@ class LocalSandbox:
             finally:
                 if not self._paused and not self._gone:
                     self._go_on()
+
+    async def is_quiet(self) -> bool:
+        self._running()
+        return self._tasks() <= self._at_rest
+
+    def _tasks(self) -> int:
+        return len(processes.descendants(self._launcher.pid)) if self._launcher is not None else 0
 
     async def usage(self) -> SandboxUsage:
         self._running()

@@ -157,6 +157,10 @@ class Sandbox(Protocol):
 
     async def usage(self) -> SandboxUsage: ...
 
+    async def is_quiet(self) -> bool:
+        """Whether nothing runs in it but its shell, which waits for a command."""
+        ...
+
     async def stop(self) -> None:
         """End everything and remove the workspace.  Safe to call twice and under cancellation."""
         ...

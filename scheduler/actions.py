@@ -178,7 +178,10 @@ class ToolServerJoined:
 
 @dataclass(frozen=True, slots=True)
 class SandboxMoved:
-    """A sandbox reached a rung, and how long that took."""
+    """A sandbox stands on a rung, and how long getting there took.
+
+    Above the one that was asked for where it could not have come back from that as it was.
+    """
 
     program_id: ProgramId
     rung: SandboxRung

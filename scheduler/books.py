@@ -130,8 +130,8 @@ class Books(Frame):
         return []
 
     def _on_sandbox_moved(self, program: Program, event: SandboxMoved, now_s: float) -> None:
-        del program, now_s
-        self._sandboxes.took(event.rung, event.elapsed_s)
+        del now_s
+        self._sandboxes.moved(program.id, event.rung, event.elapsed_s)
 
     def _may_prepare(self, now_s: float) -> bool:
         if not super()._may_prepare(now_s) or not self._next_sandbox_fits():

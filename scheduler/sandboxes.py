@@ -25,6 +25,9 @@ _COST_S = {
 """Of reaching a rung, before it was measured; RUNNING: of coming back."""
 
 
+_DEPTH = {rung: depth for depth, rung in enumerate(SandboxRung)}
+
+
 @dataclass(slots=True)
 class _Held:
     claim: SandboxClaim
@@ -50,6 +53,8 @@ class SandboxLedger:
         self._disk = 0
         self._cpus = 0.0
         self._cost_s = dict(_COST_S)
+        self.reclaims = True
+        """Whether the tool server can move memory out: so far as is known."""
 
     def __contains__(self, program_id: ProgramId) -> bool:
         return program_id in self._held
@@ -109,9 +114,15 @@ class SandboxLedger:
             self._count(held, -1)
             self._disk -= held.claim.disk_bytes
 
-    def took(self, rung: SandboxRung, elapsed_s: float) -> None:
-        """Learn what reaching a rung takes."""
+    def moved(self, program_id: ProgramId, rung: SandboxRung, elapsed_s: float) -> None:
+        """It stands on `rung`, perhaps above the one that was asked for, and that took so long."""
         self._cost_s[rung] += _SMOOTHING * (elapsed_s - self._cost_s[rung])
+        asked = self.rung(program_id)
+        if asked is None or _DEPTH[rung] >= _DEPTH[asked]:
+            return
+        if asked is SandboxRung.RECLAIMED:
+            self.reclaims = False
+        self.move(program_id, rung)
 
     def return_s(self, rung: SandboxRung) -> float:
         """There and back: what a step down to `rung` costs in all."""

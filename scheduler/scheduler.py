@@ -375,7 +375,8 @@ class Scheduler(Books):
         For one that is due whether it pays or not, and also from programs that are ready.
         """
         rung = SandboxRung.RECLAIMED
-        if self._mean_wait_s > _SNAPSHOT_AFTER * self._sandboxes.return_s(SandboxRung.SNAPSHOTTED):
+        snapshot_s = self._sandboxes.return_s(SandboxRung.SNAPSHOTTED)
+        if self._mean_wait_s > _SNAPSHOT_AFTER * snapshot_s or not self._sandboxes.reclaims:
             rung = SandboxRung.SNAPSHOTTED
         if self._mean_wait_s < self._sandboxes.return_s(rung) and not is_due:
             return None

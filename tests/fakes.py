@@ -26,7 +26,7 @@ from sostenuto.runtime.engines.wire import (
 )
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.rendering.renderer import Extension, Piece, Turn
-from sostenuto.tools.wire import EnvironmentRef, Prepared, Reward, ToolSchema
+from sostenuto.tools.wire import EnvironmentRef, Moved, Prepared, Reward, ToolSchema
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import (
     CallId,
@@ -36,6 +36,7 @@ from sostenuto.types import (
     Message,
     ProgramId,
     Purpose,
+    SandboxRung,
     ToolCall,
     ToolResult,
     ToolStatus,
@@ -244,6 +245,8 @@ class FakeTools:
     """Tools beside `look`, and what a call of each takes."""
     live: set[str] = field(default_factory=set[str])
     calls: list[tuple[str, str, ToolCall]] = field(default_factory=list[tuple[str, str, ToolCall]])
+    moves: list[tuple[str, SandboxRung]] = field(default_factory=list[tuple[str, SandboxRung]])
+    move_s: float = 0.5
     episodes: list[Episode] = field(default_factory=list[Episode])
 
     async def prepare(
@@ -281,6 +284,11 @@ class FakeTools:
         await anyio.lowlevel.checkpoint()
         self.episodes.append(episode)
         return Reward(value=1.0, metrics={"seen": float(len(episode.messages))}, elapsed_s=0)
+
+    async def move(self, program_id: ProgramId, rung: SandboxRung) -> Moved:
+        await anyio.sleep(self.move_s)
+        self.moves.append((program_id, rung))
+        return Moved(rung=rung, elapsed_s=self.move_s)
 
     async def release(self, program_id: ProgramId) -> None:
         await anyio.lowlevel.checkpoint()

@@ -27,3 +27,6 @@ class Unused:
 
     async def usage(self) -> SandboxUsage:
         raise NotImplementedError
+
+    async def is_quiet(self) -> bool:
+        raise NotImplementedError

@@ -105,6 +105,10 @@ class FakeSandbox:
         self._check()
         return SandboxUsage(1 << 20, 1 << 20, 0.0, 1, sum(map(len, self.files.values())))
 
+    async def is_quiet(self) -> bool:
+        self._check()
+        return True
+
     async def stop(self) -> None:
         await anyio.sleep(self.stop_s)
         self.live.pop(self.name, None)

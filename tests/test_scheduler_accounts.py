@@ -215,9 +215,29 @@ def test_when_all_sandboxes_are_gone_everything_is_back(moves: list[tuple[int, S
 
 def test_what_a_step_costs_is_learned():
     made = SandboxLedger()
+    made.hold(ProgramId("p"), CLAIM)
     for _ in range(50):
-        made.took(SandboxRung.SNAPSHOTTED, 40.0)
+        made.move(ProgramId("p"), SandboxRung.SNAPSHOTTED)
+        made.moved(ProgramId("p"), SandboxRung.SNAPSHOTTED, 40.0)
     assert made.return_s(SandboxRung.SNAPSHOTTED) == pytest.approx(41.0, rel=0.01)
+
+
+def test_memory_that_could_not_be_moved_out_still_counts():
+    made, program = SandboxLedger(), ProgramId("p")
+    made.join(ToolServerJoined(memory_bytes=CLAIM.memory_bytes))
+    made.hold(program, CLAIM)
+    made.move(program, SandboxRung.RECLAIMED)
+    assert made.fits(CLAIM)
+    made.moved(program, SandboxRung.PAUSED, 0.1)
+    assert not made.fits(CLAIM)
+    assert not made.reclaims
+
+
+def test_late_news_of_a_step_down_does_not_take_back_a_step_up():
+    made, program = SandboxLedger(), ProgramId("p")
+    made.hold(program, CLAIM)
+    made.moved(program, SandboxRung.SNAPSHOTTED, 1.0)
+    assert made.rung(program) is SandboxRung.RUNNING
 
 
 # ---- the window of an engine that does not say how large it is ----

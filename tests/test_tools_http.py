@@ -17,7 +17,16 @@ from sostenuto.tools.client import ToolServerClient
 from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.server import listen
 from sostenuto.tools.wire import EnvironmentRef
-from sostenuto.types import CallId, Episode, ProgramId, StopReason, ToolCall, ToolResult, ToolStatus
+from sostenuto.types import (
+    CallId,
+    Episode,
+    ProgramId,
+    SandboxRung,
+    StopReason,
+    ToolCall,
+    ToolResult,
+    ToolStatus,
+)
 
 A = ProgramId("job/1 ü")
 C1 = CallId("c1")
@@ -75,9 +84,9 @@ async def test_a_program_lives_over_http_from_prepare_to_release():
         await client.write(A, "dir/b c#ü.bin", b"\x00\xff")
         assert await client.read(A, "dir/b c#ü.bin") == b"\x00\xff"
         assert (await client.shell(A, "x" * 100, output_bytes=50)).cut_bytes > 50
-        await client.pause(A)
+        assert (await client.move(A, SandboxRung.PAUSED)).rung is SandboxRung.PAUSED
         assert all(sandbox.paused for sandbox in served.backend.live.values())
-        await client.resume(A)
+        await client.move(A, SandboxRung.RUNNING)
         assert (await client.reward(A, CallId("r1"), EPISODE)).value == 1.0
         state = await client.state()
         assert (state.programs[0].program_id, state.programs[0].sandbox) == (A, "fake")

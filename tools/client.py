@@ -25,16 +25,18 @@ from sostenuto.tools.wire import (
     CallRequest,
     EnvironmentRef,
     Heartbeat,
+    Moved,
     Prepared,
     PrepareRequest,
     Refusal,
     Reward,
     RewardRequest,
+    RungRequest,
     ShellReply,
     ShellRequest,
     State,
 )
-from sostenuto.types import CallId, Episode, ProgramId, ToolCall, ToolResult
+from sostenuto.types import CallId, Episode, ProgramId, SandboxRung, ToolCall, ToolResult
 
 _TOOL_RESULT = TypeAdapter(ToolResult)
 M = TypeVar("M", bound=BaseModel)
@@ -162,13 +164,12 @@ class ToolServerClient:
         """Return when the program holds nothing any more on the server."""
         await self._send(self._post(program_id, "release", repeat_s=self._repeat_s))
 
-    async def pause(self, program_id: ProgramId) -> None:
-        """Stop the processes of the program's sandbox where they stand."""
-        await self._send(self._post(program_id, "pause", repeat_s=self._repeat_s))
-
-    async def resume(self, program_id: ProgramId) -> None:
-        """Let them go on."""
-        await self._send(self._post(program_id, "resume", repeat_s=self._repeat_s))
+    async def move(self, program_id: ProgramId, rung: SandboxRung, *, timeout_s: float = 120.0) -> Moved:
+        """Bring the program's sandbox to a rung, or as near to it as it can come back from."""
+        body = RungRequest(rung=rung)
+        return await self._ask_model(
+            program_id, "rung", body, Moved, timeout_s=timeout_s, repeat_s=self._repeat_s
+        )
 
     async def shell(
         self, program_id: ProgramId, command: str, *, timeout_s: float = 30.0, output_bytes: int = 65536

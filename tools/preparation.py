@@ -10,6 +10,7 @@ from sostenuto.sandbox.protocol import Backend, Blueprint
 from sostenuto.tools.bounded import bounded
 from sostenuto.tools.facts import FactsCache
 from sostenuto.tools.host import EnvironmentFacts, Hosts
+from sostenuto.tools.ladder import Ladder
 from sostenuto.tools.program import Program
 from sostenuto.tools.wire import EnvironmentRef, Prepared, PrepareRequest
 
@@ -54,7 +55,7 @@ class Preparation:
 
         async def start() -> None:
             async with self._starts:
-                program.sandbox = await self._backend.start(name, blueprint)
+                program.sandbox = await Ladder.start(self._backend, name, blueprint)
 
         await bounded(
             start,

@@ -11,9 +11,9 @@ import anyio
 from anyio.abc import TaskGroup
 
 from sostenuto.errors import SandboxError, SostenutoError
-from sostenuto.sandbox.protocol import Sandbox
 from sostenuto.tools.bounded import bounded, outcome_of
 from sostenuto.tools.host import Host
+from sostenuto.tools.ladder import Ladder
 from sostenuto.tools.lifetimes import Lifetime
 from sostenuto.tools.phases import Event, Phase, accepts, advance
 from sostenuto.tools.refused import Refused
@@ -47,7 +47,7 @@ class Program:
     running: list[Running] = field(default_factory=list[Running])
     """All requests under way, the oldest first."""
     host: Host | None = None
-    sandbox: Sandbox | None = None
+    sandbox: Ladder | None = None
     output_bytes: dict[str, int | None] = field(default_factory=dict[str, "int | None"])
     """Cap of each tool's observations."""
     idempotent: frozenset[str] = frozenset()
@@ -106,7 +106,7 @@ class Program:
             if not self.recorded:
                 self.move(Event.IDLE)
 
-    async def use_sandbox(self, use: Callable[[Sandbox], Awaitable[T]], what: str) -> T:
+    async def use_sandbox(self, use: Callable[[Ladder], Awaitable[T]], what: str) -> T:
         """What `use` returns; it is cancelled with the one who asked and with the program."""
         if self.sandbox is None or self.tasks is None or self.phase is Phase.RELEASING:
             raise Refused(f"program {self.id}, {self.phase}, has no sandbox to use", status=409)
@@ -159,6 +159,7 @@ class Program:
             phase=self.phase.value,
             reason=self.reason(now_s),
             sandbox=None if self.sandbox is None else backend,
+            rung=None if self.sandbox is None else self.sandbox.rung,
         )
 
     def released_error(self) -> Refused:

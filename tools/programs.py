@@ -20,12 +20,13 @@ import anyio
 from anyio.abc import TaskGroup
 
 from sostenuto.errors import EnvironmentFailure, SostenutoError, ToolServerError
-from sostenuto.sandbox.protocol import Backend, Sandbox
+from sostenuto.sandbox.protocol import Backend
 from sostenuto.tools.bounded import bounded, outcome_of, value_of
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.edge import Edge
 from sostenuto.tools.host import Host, Hosts
 from sostenuto.tools.journal import Journal, Left
+from sostenuto.tools.ladder import Ladder
 from sostenuto.tools.lifetimes import Lifetime
 from sostenuto.tools.logs import CALL
 from sostenuto.tools.metrics import Metrics
@@ -176,7 +177,7 @@ class Programs:
         self._remains.drop(program_id)
 
     async def in_sandbox(
-        self, program_id: ProgramId, use: Callable[[Sandbox], Awaitable[T]], what: str = "using its sandbox"
+        self, program_id: ProgramId, use: Callable[[Ladder], Awaitable[T]], what: str = "using its sandbox"
     ) -> T:
         """What `use` returns; it is cancelled with the one who asked and with the program."""
         return await self._living(self._find(program_id)).use_sandbox(use, what)

@@ -59,6 +59,7 @@ class RecordedSandbox:
         self.reclaim = sandbox.reclaim
         self.resume = sandbox.resume
         self.usage = sandbox.usage
+        self.is_quiet = sandbox.is_quiet
 
     async def snapshot(self) -> Snapshot:
         snapshot = await self._sandbox.snapshot()

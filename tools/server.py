@@ -39,8 +39,10 @@ from sostenuto.tools.wire import (
     REQUEST_ID,
     CallRequest,
     Heartbeat,
+    Moved,
     PrepareRequest,
     RewardRequest,
+    RungRequest,
     ShellReply,
     ShellRequest,
 )
@@ -118,8 +120,7 @@ class Routes:
                 web.post(f"{program}/call", self._call),
                 web.post(f"{program}/reward", self._reward),
                 web.post(f"{program}/release", self._release),
-                web.post(f"{program}/pause", self._pause),
-                web.post(f"{program}/resume", self._resume),
+                web.post(f"{program}/rung", self._rung),
                 web.post(f"{program}/shell", self._shell),
                 web.get(f"{program}/files/{{path:.+}}", self._read),
                 web.put(f"{program}/files/{{path:.+}}", self._write),
@@ -179,13 +180,11 @@ class Routes:
         await self._programs.release(_program_id(request))
         return _done()
 
-    async def _pause(self, request: web.Request) -> web.Response:
-        await self._programs.in_sandbox(_program_id(request), lambda sandbox: sandbox.pause())
-        return _done()
-
-    async def _resume(self, request: web.Request) -> web.Response:
-        await self._programs.in_sandbox(_program_id(request), lambda sandbox: sandbox.resume())
-        return _done()
+    async def _rung(self, request: web.Request) -> web.Response:
+        body = await _body(request, RungRequest)
+        began_s = anyio.current_time()
+        rung = await self._programs.in_sandbox(_program_id(request), lambda sandbox: sandbox.move(body.rung))
+        return self._json(Moved(rung=rung, elapsed_s=anyio.current_time() - began_s))
 
     async def _shell(self, request: web.Request) -> web.Response:
         body = await _body(request, ShellRequest)

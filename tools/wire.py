@@ -4,7 +4,7 @@
     POST   /v1/programs/{program_id}/call      CallRequest     -> ToolResult
     POST   /v1/programs/{program_id}/reward    RewardRequest   -> Reward
     POST   /v1/programs/{program_id}/release                   -> {}     idempotent
-    POST   /v1/programs/{program_id}/pause|resume              -> {}     the sandbox's processes
+    POST   /v1/programs/{program_id}/rung      RungRequest     -> Moved  the sandbox
     POST   /v1/programs/{program_id}/shell     ShellRequest    -> ShellReply
     GET    /v1/programs/{program_id}/files/{path}              -> bytes
     PUT    /v1/programs/{program_id}/files/{path}   bytes      -> {}
@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from sostenuto.errors import Blame
-from sostenuto.types import Episode, Message
+from sostenuto.types import Episode, Message, SandboxRung
 
 OWNER = "X-Sostenuto-Owner"
 REQUEST_ID = "X-Request-Id"
@@ -53,6 +53,8 @@ class EnvironmentRef(Wire):
     """What pip installs into the virtual environment of its workers; none: they run as the server does."""
     interpreter: str | None = None
     """Absolute path of the python that runs its workers, instead of requirements."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """What its sandbox may take at most; 0: it has none."""
 
 
 class ToolLimits(Wire):
@@ -161,6 +163,16 @@ class ShellReply(Wire):
     elapsed_s: float
 
 
+class RungRequest(Wire):
+    rung: SandboxRung
+
+
+class Moved(Wire):
+    rung: SandboxRung
+    """Which one it stands on; above the one that was asked for where it could not come back from that."""
+    elapsed_s: float
+
+
 class Heartbeat(Wire):
     lease_s: Seconds
 
@@ -176,6 +188,8 @@ class ProgramState(Wire):
     """Why it is here, in words, such as "calling bash for 3.2 s"."""
     sandbox: str | None
     """Backend that runs it; None for an environment without one."""
+    rung: SandboxRung | None = None
+    """Of the sandbox."""
 
 
 class State(Wire):

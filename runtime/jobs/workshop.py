@@ -26,6 +26,7 @@ from sostenuto.runtime.rendering.renderer import Renderer
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.runtime.run_directory import RunDirectory
 from sostenuto.runtime.simulation.traces.recorder import TraceRecorder
+from sostenuto.scheduler.actions import ToolServerJoined
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, Version
 
@@ -100,6 +101,7 @@ async def open_workshop(
                 update=UpdatePolicy(keep_kv=keep_kv),
             ) as dispatcher,
         ):
+            dispatcher.limit(ToolServerJoined(memory_bytes=config.tool_server.sandbox_memory_bytes))
             premises.journal.write(VersionPublished(version, step=0))
             rollouts = Rollouts(dispatcher, premises.ledger, premises.journal, trace=trace)
             yield Workshop(premises, renderer, engine, dispatcher, rollouts)

@@ -31,9 +31,19 @@ from sostenuto.runtime.rendering.renderer import Extension, Piece, Turn
 from sostenuto.runtime.simulation.plan import Plan
 from sostenuto.runtime.simulation.results import EngineResult
 from sostenuto.scheduler.frame import Frame
-from sostenuto.tools.wire import EnvironmentRef, Prepared, Reward, ToolSchema
+from sostenuto.tools.wire import EnvironmentRef, Moved, Prepared, Reward, ToolSchema
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.types import CallId, EngineId, Episode, Message, ProgramId, ToolCall, ToolResult, ToolStatus
+from sostenuto.types import (
+    CallId,
+    EngineId,
+    Episode,
+    Message,
+    ProgramId,
+    SandboxRung,
+    ToolCall,
+    ToolResult,
+    ToolStatus,
+)
 
 _CALL_TIMEOUT_S = 3600.0
 
@@ -138,6 +148,11 @@ class ReplayTools:
         del program_id, call_id, episode, timeout_s
         await anyio.lowlevel.checkpoint()
         return Reward(value=0.0, elapsed_s=0.0)
+
+    async def move(self, program_id: ProgramId, rung: SandboxRung) -> Moved:
+        del program_id
+        await anyio.lowlevel.checkpoint()
+        return Moved(rung=rung, elapsed_s=0.0)
 
     async def release(self, program_id: ProgramId) -> None:
         """The last moment at which the policy knows the program."""

@@ -29,6 +29,7 @@ from sostenuto.runtime.simulation.results import ProgramResult, RunResult
 from sostenuto.runtime.simulation.tools import SimulatedTools
 from sostenuto.runtime.simulation.waits import Waits
 from sostenuto.runtime.simulation.world import STALLED_AFTER_S, Stalled
+from sostenuto.scheduler.actions import ToolServerJoined
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.tools.wire import EnvironmentRef
@@ -37,7 +38,6 @@ from sostenuto.types import EngineId, Limits, Purpose, StopReason, Version
 
 _NO_LIMIT_S = 1e12
 _STALLED_AFTER_STEPS = 20_000
-_ENVIRONMENT = EnvironmentRef(name="simulated")
 
 
 def simulate_dispatched(
@@ -119,6 +119,7 @@ class _Run:
             update=update,
             policy=self._policy,
         ) as dispatcher:
+            dispatcher.limit(ToolServerJoined(memory_bytes=self._profile.tools.memory_bytes))
             yield dispatcher
 
     def _engine(self, number: int) -> DispatchedEngine:
@@ -199,7 +200,7 @@ def _spec(script: Script) -> ProgramSpec:
         group_size=plan.group_size,
         task_id=plan.id,
         purpose=Purpose.EVALUATE,
-        environment=_ENVIRONMENT,
+        environment=EnvironmentRef(name="simulated", memory_bytes=plan.sandbox.memory_bytes),
         task={},
         limits=Limits(turns=len(plan.turns), turn_tokens=script.turn_limit_grains, wall_s=_NO_LIMIT_S),
     )

@@ -9,8 +9,17 @@ from sostenuto.runtime.simulation.clock import Clock
 from sostenuto.runtime.simulation.dispatched.renderer import content_of
 from sostenuto.runtime.simulation.dispatched.script import Script, Stage
 from sostenuto.scheduler.frame import Frame
-from sostenuto.tools.wire import EnvironmentRef, Prepared, Reward, ToolSchema
-from sostenuto.types import CallId, Episode, Message, ProgramId, ToolCall, ToolResult, ToolStatus
+from sostenuto.tools.wire import EnvironmentRef, Moved, Prepared, Reward, ToolSchema
+from sostenuto.types import (
+    CallId,
+    Episode,
+    Message,
+    ProgramId,
+    SandboxRung,
+    ToolCall,
+    ToolResult,
+    ToolStatus,
+)
 
 _NO_REWARD = Reward(value=0.0, elapsed_s=0.0)
 
@@ -62,6 +71,11 @@ class DispatchedTools:
     ) -> Reward:
         del program_id, call_id, episode, timeout_s
         return _NO_REWARD
+
+    async def move(self, program_id: ProgramId, rung: SandboxRung) -> Moved:
+        script = self._stage.scripts[program_id]
+        took_s = await self._asked(script, lambda answer: self._stage.tools.move(program_id, rung, answer))
+        return Moved(rung=rung, elapsed_s=took_s)
 
     async def release(self, program_id: ProgramId) -> None:
         if (script := self._stage.scripts.get(program_id)) is not None:
