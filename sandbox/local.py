@@ -78,6 +78,8 @@ class LocalSandbox:
         self._standing = anyio.Lock()
         """Held by whoever makes it stand still, or go on."""
         self._copied_bytes = 0
+        self._kills_seen = 0
+        """Processes that the kernel had ended for want of memory when that was last looked at."""
         self._at_rest = 0
         """Processes below the launcher while the shell waits for its first command."""
         self._stopping = anyio.Lock()
@@ -159,14 +161,15 @@ class LocalSandbox:
 
     async def _counted(self, running: Coroutine[Any, Any, ShellResult]) -> ShellResult:
         """Whoever ran while the kernel ended a process for want of memory is told so."""
-        before = self._kills()
+        before = self._kills_seen
         try:
             result = await running
         except SandboxError as exc:
             if self._kills() > before:
                 raise SandboxError(f"{exc}: its memory was used up") from exc
             raise
-        return replace(result, out_of_memory=True) if self._kills() > before else result
+        self._kills_seen = self._kills()
+        return replace(result, out_of_memory=True) if self._kills_seen > before else result
 
     def _kills(self) -> int:
         return self._grouping.out_of_memory_kills() if self._grouping else 0

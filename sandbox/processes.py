@@ -51,6 +51,11 @@ def now_ticks() -> int:
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S)
 
 
+def last_pid() -> int:
+    """The pid that was given out last, as this process counts them."""
+    return int(_read("/proc/loadavg").split()[-1])
+
+
 def is_alive(pid: int, started_ticks: int) -> bool:
     return start_ticks(pid) == started_ticks
 
@@ -96,19 +101,14 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def descendants(pid: int, *, since_ticks: int = 0) -> list[int]:
-    """Everything below `pid`, parents first.
-
-    With `since_ticks`, only those that started then or later.
-    """
+def descendants(pid: int) -> list[int]:
+    """Everything below `pid`, parents first."""
     found: list[int] = []
     front = children(pid)
     while front:
         found += front
         front = [grandchild for child in front for grandchild in children(child)]
-    if not since_ticks:
-        return found
-    return [child for child in found if (start_ticks(child) or 0) >= since_ticks]
+    return found
 
 
 def ancestors(pid: int, *, among: list[int]) -> list[int]:

@@ -98,8 +98,8 @@ class PersistentShell:
         """Start of a command that may still be running, in clock ticks."""
         self._idle_since = 0
         """End of the last command, in clock ticks."""
-        self._older: list[int] = []
-        """Processes of earlier commands whose start time does not tell them from the present one's."""
+        self._last_pid = 0
+        """Given out before the command began: for what started within the same clock tick."""
 
     async def start(self) -> None:
         """Start a shell in the workspace; raises SandboxError with the launcher's words when none comes."""
@@ -143,9 +143,7 @@ class PersistentShell:
     async def _run(self, command: str, timeout_s: float, sink: HeadTail) -> ShellResult:
         started_s = anyio.current_time()
         self._unfinished_since = processes.now_ticks()
-        self._older = (
-            self._young(self._unfinished_since) if self._unfinished_since <= self._idle_since else []
-        )
+        self._last_pid = processes.last_pid() if self._unfinished_since <= self._idle_since else 0
         code: int | None = None
         try:
             with anyio.move_on_after(timeout_s):
@@ -232,11 +230,14 @@ class PersistentShell:
         return []
 
     def _kill_young(self, guard: list[int], since_ticks: int) -> None:
-        spared = {*guard, *self._older, *self._others(processes.descendants(self._launcher))}
-        processes.send([pid for pid in self._young(since_ticks) if pid not in spared], signal.SIGKILL)
+        tree = processes.descendants(self._launcher)
+        spared = {*guard, *self._others(tree)}
+        young = [pid for pid in tree if pid not in spared and self._is_young(pid, since_ticks)]
+        processes.send(young, signal.SIGKILL)
 
-    def _young(self, since_ticks: int) -> list[int]:
-        return processes.descendants(self._launcher, since_ticks=since_ticks)
+    def _is_young(self, pid: int, since_ticks: int) -> bool:
+        began_ticks = processes.start_ticks(pid) or 0
+        return began_ticks > since_ticks or (began_ticks == since_ticks and pid > self._last_pid)
 
 
 def _report(token: str) -> str:

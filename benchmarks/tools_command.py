@@ -1,0 +1,50 @@
+"""The command line of the figures of the tool server."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.figure import Figure, keep
+from benchmarks.tools_docker import measure_docker
+from benchmarks.tools_http import measure_http
+from benchmarks.tools_local import measure_local
+from benchmarks.tools_queues import measure_queues
+from benchmarks.tools_torture import torture
+
+RESULTS = Path(__file__).parent / "results" / "tools.jsonl"
+_CYCLES = 10_000
+PARTS: dict[str, Callable[..., None]] = {
+    "local": measure_local,
+    "http": measure_http,
+    "queues": measure_queues,
+    "docker": measure_docker,
+    "torture": lambda tell, *, quick: torture(tell, cycles=100 if quick else _CYCLES),
+}
+
+
+def main() -> None:
+    """Measure what was asked for; exit status 1 when a figure misses its target."""
+    asked = _arguments()
+    figures: list[Figure] = []
+
+    def tell(name: str, value: float, unit: str, target: str | None = None) -> None:
+        figures.append(Figure(name, float(value), unit, target))
+        print(figures[-1].line(), flush=True)
+        if not asked.quick:
+            keep(figures, RESULTS)
+
+    for name in asked.only or [part for part in PARTS if part != "docker"]:
+        print(f"# {name}", file=sys.stderr, flush=True)
+        PARTS[name](tell, quick=asked.quick)
+    missed = [figure for figure in figures if not figure.is_met]
+    for figure in missed:
+        print(f"# missed: {figure.name} is {figure.value:g}, not {figure.target}", file=sys.stderr)
+    sys.exit(1 if missed else 0)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these alone; docker needs a daemon")
+    parser.add_argument("--quick", action="store_true", help="less of it, and nothing is written to results/")
+    return parser.parse_args()
