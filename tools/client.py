@@ -19,7 +19,7 @@ from yarl import URL
 
 from sostenuto.errors import Overloaded, SostenutoError, ToolServerError
 from sostenuto.tools.exposure import client_tls
-from sostenuto.tools.refused import raised
+from sostenuto.tools.refused import WrongToken, raised
 from sostenuto.tools.wire import (
     OWNER,
     CallRequest,
@@ -35,6 +35,7 @@ from sostenuto.tools.wire import (
     ShellReply,
     ShellRequest,
     State,
+    Supply,
 )
 from sostenuto.types import CallId, Episode, ProgramId, SandboxRung, ToolCall, ToolResult
 
@@ -193,6 +194,11 @@ class ToolServerClient:
         ask = _Ask("GET", "/v1/state", repeat_s=self._repeat_s)
         return _parsed(ask, await self._send(ask), State)
 
+    async def supply(self) -> Supply:
+        """What the server has for programs."""
+        ask = _Ask("GET", "/v1/limits", repeat_s=self._repeat_s)
+        return _parsed(ask, await self._send(ask), Supply)
+
     async def heartbeats(self) -> None:
         """Keep the owner's lease, until cancelled; ToolServerError when it could not be renewed in its time.
 
@@ -251,6 +257,8 @@ class ToolServerClient:
     async def _send_again(self, ask: _Ask) -> bytes:
         give_up_s: float | None = None
         while True:
+            if self._gone:
+                raise ToolServerError(f"{ask.method} {ask.path}: {self._gone}")
             try:
                 return await self._send_once(ask)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
@@ -288,6 +296,8 @@ def _strange(ask: _Ask, error: ValidationError) -> ToolServerError:
 
 
 def _refused(ask: _Ask, status: int, answer: bytes) -> SostenutoError:
+    if status == 401:
+        return WrongToken(f"{ask.method} {ask.path}: the server does not know our bearer token")
     try:
         return raised(Refusal.model_validate_json(answer))
     except ValidationError:

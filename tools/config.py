@@ -65,6 +65,12 @@ class ServerConfig(BaseModel):
     memory_bytes: int | None = Field(default=None, gt=0)
     """What running calls may claim of memory together; None: all that this machine lets us have."""
 
+    sandbox_memory_bytes: int | None = Field(default=None, gt=0)
+    """What sandboxes may take together, each counted with its limit; None: no bound.
+
+    Told to those who ask for it, and kept by them.
+    """
+
     queue_limit: int = Field(default=1000, gt=0)
     """Calls that may wait at one queue; more are refused, with a time to try again."""
 

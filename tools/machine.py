@@ -8,8 +8,10 @@ from pathlib import Path
 
 import psutil
 
+from sostenuto.sandbox.protocol import Backend
 from sostenuto.tools.claims import Claim
 from sostenuto.tools.config import ServerConfig
+from sostenuto.tools.wire import Supply
 
 
 def budget(config: ServerConfig) -> Claim:
@@ -17,6 +19,18 @@ def budget(config: ServerConfig) -> Claim:
     cpus = config.cpus if config.cpus is not None else cpus_here()
     memory_bytes = config.memory_bytes if config.memory_bytes is not None else memory_here()
     return Claim(round(cpus * 1000), memory_bytes)
+
+
+async def supply(config: ServerConfig, backend: Backend) -> Supply:
+    """What the server has; its backend is tried anew."""
+    claimable, probe = budget(config), await backend.probe()
+    return Supply(
+        backend=probe.backend,
+        isolation=probe.isolation,
+        cpus=claimable.millicpus / 1000,
+        memory_bytes=claimable.memory_bytes,
+        sandbox_memory_bytes=config.sandbox_memory_bytes,
+    )
 
 
 def cpus_here(proc: Path = Path("/proc/self"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:

@@ -27,6 +27,10 @@ class Refused(ToolServerError):  # noqa: N818 - reads as the fact it states
         self.status = status
 
 
+class WrongToken(ToolServerError):  # noqa: N818 - reads as the fact it states
+    """The server does not know the token that the client was given."""
+
+
 class OutcomeUnknown(ToolServerError):  # noqa: N818 - reads as the fact it states
     """The call was under way when its server died; it is not run again, and nobody knows how far it came."""
 

@@ -9,6 +9,7 @@ import hmac
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from socket import socket
@@ -28,6 +29,7 @@ from sostenuto.tools.edge import Edge
 from sostenuto.tools.exposure import listening_socket, server_tls
 from sostenuto.tools.host import Hosts
 from sostenuto.tools.logs import PROGRAM, REQUEST
+from sostenuto.tools.machine import supply
 from sostenuto.tools.metrics import Metrics
 from sostenuto.tools.programs import Programs, open_programs
 from sostenuto.tools.reconcile import inherited_snapshots, open_state, reclaim_orphans
@@ -45,6 +47,7 @@ from sostenuto.tools.wire import (
     RungRequest,
     ShellReply,
     ShellRequest,
+    Supply,
 )
 from sostenuto.types import ProgramId, ToolResult
 
@@ -75,7 +78,8 @@ async def listen(
                 open_programs(config, recorded, hosts, edge, journal, metrics) as programs,
             ):
                 programs.count("reclaimed_orphans", reclaimed)
-                async with _served(Routes(programs, edge, config, metrics), config, listening, tls):
+                routes = Routes(programs, edge, config, metrics, partial(supply, config, recorded))
+                async with _served(routes, config, listening, tls):
                     yield f"{'https' if tls else 'http'}://{config.host}:{listening.getsockname()[1]}"
 
 
@@ -99,10 +103,18 @@ async def _served(
 class Routes:
     """One method for each route."""
 
-    def __init__(self, programs: Programs, edge: Edge, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        edge: Edge,
+        config: ServerConfig,
+        metrics: Metrics,
+        supply: Callable[[], Awaitable[Supply]],
+    ) -> None:
         self._programs = programs
         self._edge = edge
         self._metrics = metrics
+        self._supply = supply
         self._body_bytes = config.body_bytes
         self._authorization = f"Bearer {config.token}".encode()
         self._metrics_authorization = f"Bearer {config.metrics_token or config.token}".encode()
@@ -126,6 +138,7 @@ class Routes:
                 web.put(f"{program}/files/{{path:.+}}", self._write),
                 web.post("/v1/owners/{owner}/heartbeat", self._heartbeat),
                 web.get("/v1/state", self._state),
+                web.get("/v1/limits", self._limits),
                 web.get("/metrics", self._metrics_text),
                 web.get("/health", self._health),
             ]
@@ -223,6 +236,9 @@ class Routes:
 
     async def _state(self, request: web.Request) -> web.Response:
         return self._json(self._programs.state())
+
+    async def _limits(self, request: web.Request) -> web.Response:
+        return self._json(await self._supply())
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         text = await self._metrics.text(self._programs.state())

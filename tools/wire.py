@@ -10,6 +10,7 @@
     PUT    /v1/programs/{program_id}/files/{path}   bytes      -> {}
     POST   /v1/owners/{owner}/heartbeat        Heartbeat       -> {}     renews every lease of the owner
     GET    /v1/state                                           -> State
+    GET    /v1/limits                                          -> Supply
     GET    /health                                             -> {}     the one route without a token
 
     GET    /metrics                                            -> Prometheus text
@@ -202,6 +203,19 @@ class State(Wire):
     """Calls that wait for their turn."""
     leaked: int
     """Environments and sandboxes that could not be given back yet."""
+
+
+class Supply(Wire):
+    """What the server has for programs, for whoever spreads them over several servers."""
+
+    backend: str
+    isolation: str
+    """What its sandboxes are separated by, for people."""
+    cpus: float = Field(gt=0)
+    memory_bytes: int = Field(gt=0)
+    """What running calls may claim together."""
+    sandbox_memory_bytes: int | None = None
+    """What sandboxes may take together, each counted with its limit; None: no bound."""
 
 
 class Refusal(Wire):
