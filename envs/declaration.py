@@ -17,6 +17,7 @@ from sostenuto.sandbox.protocol import Blueprint
 from sostenuto.tools.decorator import arguments_of
 from sostenuto.tools.remote.declared import HttpTool, McpServer, Remote
 from sostenuto.tools.schema import Tool, read_tool, resolve_hints
+from sostenuto.tools.setup import Setup
 
 _FILE = "__sostenuto_file__"
 
@@ -49,6 +50,11 @@ class Declaration:
         """ConfigError when its template is not there."""
         spec = _sandbox(self.cls)
         return spec.blueprint(author_file(self.cls).parent) if spec else None
+
+    def setup(self) -> Setup:
+        """What is done in its sandboxes before programs come."""
+        spec = _sandbox(self.cls)
+        return spec.to_run() if spec else Setup()
 
     def blocking(self) -> tuple[str, ...]:
         """Names of what runs in threads, tools and the steps of a program's life alike."""

@@ -21,6 +21,7 @@ from sostenuto.errors import (
     Unsupported,
 )
 from sostenuto.sandbox.protocol import Blueprint
+from sostenuto.tools.setup import Setup
 from sostenuto.types import Episode
 
 T = TypeVar("T")
@@ -136,6 +137,7 @@ class Declared(msgspec.Struct, frozen=True):
     tools_json: bytes
     remote_json: bytes
     blocking: tuple[str, ...]
+    setup: Setup
 
 
 _encoder = msgspec.msgpack.Encoder()

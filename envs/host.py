@@ -323,7 +323,8 @@ class WorkerHost:
         flight = Flight(frame.id, "", f"loading environment {ref.name}", self._config.load_s, blocking=True)
         declared = await self._ask(frame, flight, _DECLARED)
         tools = _TOOLS.validate_json(declared.tools_json)
-        facts = EnvironmentFacts(declared.blueprint, tools, _REMOTE.validate_json(declared.remote_json))
+        remote = _REMOTE.validate_json(declared.remote_json)
+        facts = EnvironmentFacts(declared.blueprint, tools, remote, declared.setup)
         return Loaded(index, ref.name, facts, {t.name: t for t in tools}, frozenset(declared.blocking))
 
     async def _reset(

@@ -22,6 +22,7 @@ from sostenuto.envs.registry import LoadedEnvironment
 from sostenuto.envs.verdict import Verdict
 from sostenuto.sandbox.choose import choose_backend
 from sostenuto.sandbox.protocol import Blueprint, Sandbox
+from sostenuto.tools.setup import Setup, check_health, run_setup
 from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import Episode, Message, StopReason, ToolCall, ToolResult
 
@@ -84,7 +85,9 @@ async def so_test(
     async with AsyncExitStack() as stack:
         blueprint = declaration(environment).blueprint()
         if blueprint is not None and sandbox is None:
-            sandbox = await stack.enter_async_context(_own_sandbox(blueprint))
+            sandbox = await stack.enter_async_context(
+                _own_sandbox(blueprint, declaration(environment).setup())
+            )
         program = await start(
             "trial",
             LoadedEnvironment(environment, options),
@@ -98,7 +101,7 @@ async def so_test(
 
 
 @asynccontextmanager
-async def _own_sandbox(blueprint: Blueprint) -> AsyncGenerator[Sandbox]:
+async def _own_sandbox(blueprint: Blueprint, setup: Setup) -> AsyncGenerator[Sandbox]:
     """The best sandbox that works here, in a folder that goes with it."""
     with tempfile.TemporaryDirectory(prefix="sostenuto-trial-") as folder:
         root = Path(folder)
@@ -106,6 +109,8 @@ async def _own_sandbox(blueprint: Blueprint) -> AsyncGenerator[Sandbox]:
         root.chmod(0o711)  # noqa: ASYNC240
         sandbox = await (await choose_backend(root)).start("trial", blueprint)
         try:
+            await run_setup(sandbox, setup)
+            await check_health(sandbox, setup)
             yield sandbox
         finally:
             with anyio.CancelScope(shield=True):

@@ -185,7 +185,11 @@ class Worker:
         blueprint = declared.blueprint()
         self._environments[frame.environment] = loaded
         return Declared(
-            blueprint, _TOOLS.dump_json(schemas), _REMOTE.dump_json(declared.remote), declared.blocking()
+            blueprint,
+            _TOOLS.dump_json(schemas),
+            _REMOTE.dump_json(declared.remote),
+            declared.blocking(),
+            declared.setup(),
         )
 
     async def _prepare(self, frame: Prepare) -> object:

@@ -6,15 +6,17 @@ handle of the sandbox that the tool server lent to that program.
 
 import inspect
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path, PurePosixPath
 from typing import Self, overload
 
 from sostenuto.errors import ConfigError, PathError, SandboxError, ToolError
 from sostenuto.sandbox.protocol import Blueprint, Sandbox, SandboxLimits, ShellResult
+from sostenuto.tools.setup import Setup
 
 DEFAULT_SHELL_S = 30.0
 _LIMITS = SandboxLimits()
@@ -86,6 +88,8 @@ class SandboxSpec:
 
     template: str | None = None
     """Folder whose content the workspace starts with: a path, or a name next to the environment's file."""
+    image: str | None = None
+    """Image of its container; only where the tool server's sandboxes are containers.  None: the server's."""
     files: Mapping[str, str | bytes] = field(default_factory=dict[str, str | bytes])
     """Written into the workspace before the shell starts; relative paths."""
     memory_bytes: int = _LIMITS.memory_bytes
@@ -95,11 +99,24 @@ class SandboxSpec:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     shell: str = "sh"
     """`sh` or `bash`."""
+    setup: Sequence[str] = ()
+    """Commands that run once, before the first program: every workspace starts with what they leave in it.
+    They have no network, and the sandbox's own limits."""
+    setup_timeout_s: float = 600.0
+    """For all of them together."""
+    health: str | None = None
+    """Command that exits with 0 in a sandbox that is fit; one that is not is replaced."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "processes", "file_bytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"SandboxSpec: {name} is {getattr(self, name)}; give a positive number")
+        if isinstance(self.setup, str):
+            raise ConfigError(f"SandboxSpec: setup is one str, {self.setup!r}; give a tuple of commands")
+        if not 0 < self.setup_timeout_s < inf:
+            raise ConfigError(
+                f"SandboxSpec: setup_timeout_s is {self.setup_timeout_s}; give a positive number of seconds"
+            )
         for path in self.files:
             parts = PurePosixPath(path)
             if not path or parts.is_absolute() or ".." in parts.parts:
@@ -129,7 +146,12 @@ class SandboxSpec:
                 memory_bytes=self.memory_bytes, processes=self.processes, file_bytes=self.file_bytes
             ),
             shell=self.shell,
+            image=self.image,
         )
+
+    def to_run(self) -> Setup:
+        """What is done in each sandbox, or once for all of them, before programs come."""
+        return Setup(tuple(self.setup), self.setup_timeout_s, self.health)
 
 
 def lend(instance: object, sandbox: Sandbox) -> None:

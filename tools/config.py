@@ -59,6 +59,16 @@ class ServerConfig(BaseModel):
     starts_at_once: int = Field(default=4, gt=0)
     """Sandboxes that may be starting at the same time."""
 
+    warm: int = Field(default=0, ge=0)
+    """Sandboxes of each kind that was asked for lately that are started ahead; 0 for backends that start in
+    no time, or that have a pool of their own."""
+
+    warm_idle_s: float = Field(default=300.0, gt=0)
+    """How long one that was started ahead waits for a program."""
+
+    layer_bytes: int | None = Field(default=None, ge=0)
+    """Disk for what set-up commands have made; what is in use may take more.  None: half of what is free."""
+
     cpus: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """What running calls may claim of processors together; None: all that this machine lets us have."""
 

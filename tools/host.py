@@ -7,11 +7,12 @@ A host that dies takes its own programs with it and nothing else: every call in 
 EnvironmentFailure when its own deadline ended the worker, ToolServerError when a neighbour's did.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from sostenuto.sandbox.protocol import Blueprint, Sandbox
 from sostenuto.tools.remote.declared import Remote
+from sostenuto.tools.setup import Setup
 from sostenuto.tools.wire import (
     CallRequest,
     EnvironmentRef,
@@ -33,6 +34,8 @@ class EnvironmentFacts:
     tools: tuple[ToolSchema, ...]
     remote: tuple[Remote, ...] = ()
     """Tools that other services offer; the tool server calls them itself."""
+    setup: Setup = field(default_factory=Setup)
+    """What is done in its sandbox first."""
 
 
 class Host(Protocol):

@@ -88,9 +88,12 @@ class _Now(Collector):
         phases = Counter(program.phase for program in state.programs)
         yield _gauges("programs", "Programs that are here", "phase", phases)
         sandboxes = Counter(program.sandbox for program in state.programs if program.sandbox)
+        sandboxes.update(one.sandbox for one in state.warm)
         yield _gauges("sandboxes", "Sandboxes that are here", "backend", sandboxes)
         yield _gauge("queued", "Calls that wait for their turn", state.queued)
         yield _gauge("leaked", "What could not be given back yet", state.leaked)
+        yield _gauge("warm", "Sandboxes that wait for a program", len(state.warm))
+        yield _gauge("layer_bytes", "Disk of what set-up commands have made", state.layer_bytes)
         yield _gauge("hosts", "Workers that are alive", state.hosts)
         yield _gauge("owners", "Owners with a lease", len(state.owners))
         memory = {

@@ -6,12 +6,13 @@ from itertools import count
 import anyio
 
 from sostenuto.errors import EnvironmentFailure, SandboxError, ToolServerError
-from sostenuto.sandbox.protocol import Backend, Blueprint
+from sostenuto.sandbox.protocol import Blueprint
 from sostenuto.tools.bounded import bounded
 from sostenuto.tools.facts import FactsCache
 from sostenuto.tools.host import EnvironmentFacts, Hosts
-from sostenuto.tools.ladder import Ladder
 from sostenuto.tools.program import Program
+from sostenuto.tools.setup import Setup
+from sostenuto.tools.stock import Stock
 from sostenuto.tools.wire import EnvironmentRef, Prepared, PrepareRequest
 
 GRACE_S = 5.0
@@ -21,11 +22,10 @@ GRACE_S = 5.0
 class Preparation:
     """Prepares programs; what one comes to hold is put down in it at once, to be given back."""
 
-    def __init__(self, backend: Backend, hosts: Hosts, starts_at_once: int) -> None:
-        self._backend = backend
+    def __init__(self, hosts: Hosts, stock: Stock) -> None:
+        self._stock = stock
         self._hosts = hosts
         self._facts = FactsCache(hosts)
-        self._starts = anyio.CapacityLimiter(starts_at_once)
         self._serial = count(1)
 
     async def run(self, program: Program, request: PrepareRequest) -> Prepared:
@@ -33,7 +33,7 @@ class Preparation:
         deadline_s = anyio.current_time() + request.timeout_s
         facts = await self._read(request.environment, deadline_s)
         if facts.blueprint is not None:
-            await self._start_sandbox(program, facts.blueprint, deadline_s)
+            await self._start_sandbox(program, facts.blueprint, facts.setup, deadline_s)
         left_s = _left_s(deadline_s)
         return await bounded(
             lambda: self._reset(program, request.model_copy(update={"timeout_s": left_s})),
@@ -50,19 +50,21 @@ class Preparation:
             doing=f"loading {environment.name}",
         )
 
-    async def _start_sandbox(self, program: Program, blueprint: Blueprint, deadline_s: float) -> None:
+    async def _start_sandbox(
+        self, program: Program, blueprint: Blueprint, setup: Setup, deadline_s: float
+    ) -> None:
         name = f"{re.sub(r'[^A-Za-z0-9_-]', '-', program.id)[:40]}-{next(self._serial)}"
 
         async def start() -> None:
-            async with self._starts:
-                program.sandbox = await Ladder.start(self._backend, name, blueprint)
+            program.sandbox = await self._stock.start(name, blueprint, setup)
 
+        with_setup = " over what its set-up commands make" if setup.commands else ""
         await bounded(
             start,
             timeout_s=_left_s(deadline_s),
             late=SandboxError,
             broken=SandboxError,
-            doing=f"starting a {self._backend.name} sandbox",
+            doing=f"starting a {self._stock.backend} sandbox{with_setup}",
         )
 
     async def _reset(self, program: Program, request: PrepareRequest) -> Prepared:

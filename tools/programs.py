@@ -39,6 +39,7 @@ from sostenuto.tools.remains import Logs, Remainder, Remains
 from sostenuto.tools.remote.services import Services
 from sostenuto.tools.results import Pending, ResultLog
 from sostenuto.tools.routing import RoutedHosts
+from sostenuto.tools.stock import Stock
 from sostenuto.tools.teardown import Teardown
 from sostenuto.tools.turns import Turn, Turns
 from sostenuto.tools.wire import (
@@ -117,11 +118,12 @@ class Programs:
         self._metrics = books.metrics
         self._journal = journal = books.journal
         self._group = group
-        self._preparation = Preparation(backend, self._hosts, config.starts_at_once)
         self._programs: dict[ProgramId, Program] = {}
         self._logs = Logs(journal, books.edge, config.results_bytes)
         self._remains = Remains(journal, self._logs)
         self._teardown = Teardown(group, config.release_s)
+        self._stock = Stock(config, backend, group, self._teardown)
+        self._preparation = Preparation(self._hosts, self._stock)
         self._owners = Owners(config.longest_lease_s, journal)
         for owner in self._remains.owners:
             self._owners.begin(owner, config.lease_s)
@@ -194,9 +196,15 @@ class Programs:
             programs=programs,
             hosts=self._hosts.count,
             owners=self._owners.left_s(),
-            counters=dict(self._counters) | {"release_failures": self._teardown.failures},
+            counters={
+                **self._counters,
+                **self._stock.counters,
+                "release_failures": self._teardown.failures,
+            },
             queued=sum(self._hosts.turns.waiting().values()),
             leaked=self._teardown.leaked,
+            warm=self._stock.waiting(now_s),
+            layer_bytes=self._stock.layer_bytes,
         )
 
     def count(self, event: str, times: int) -> None:
@@ -225,6 +233,7 @@ class Programs:
         for program in programs:
             await program.ended.wait()
         self._remains.drop_all()
+        await self._stock.close()
         await self._teardown.settle()
 
     def _enter(self, owner: str) -> None:

@@ -35,7 +35,7 @@ class RecordedBackend:
             self._journal.sandbox_went(name)
             raise
         self._metrics.started(anyio.current_time() - started_s)
-        return RecordedSandbox(name, sandbox, self._journal)
+        return RecordedSandbox(name, self.name, sandbox, self._journal)
 
     async def forget(self, snapshot: Snapshot) -> None:
         await self._backend.forget(snapshot)
@@ -45,8 +45,9 @@ class RecordedBackend:
 class RecordedSandbox:
     """See `sostenuto.sandbox.protocol.Sandbox`; what the journal need not know of goes straight through."""
 
-    def __init__(self, name: str, sandbox: Sandbox, journal: Journal) -> None:
+    def __init__(self, name: str, backend: str, sandbox: Sandbox, journal: Journal) -> None:
         self._name = name
+        self._backend = backend
         self._sandbox = sandbox
         self._journal = journal
         self.shell = sandbox.shell
@@ -60,6 +61,12 @@ class RecordedSandbox:
         self.resume = sandbox.resume
         self.usage = sandbox.usage
         self.is_quiet = sandbox.is_quiet
+
+    def rename(self, name: str) -> None:
+        """It stands in the journal under `name` from now on."""
+        self._journal.sandbox_went(self._name)
+        self._journal.sandbox_comes(name, self._backend)
+        self._name = name
 
     async def snapshot(self) -> Snapshot:
         snapshot = await self._sandbox.snapshot()

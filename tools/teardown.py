@@ -49,19 +49,27 @@ class Teardown:
 
     async def give_back(self, what: str, step: Callable[[], Awaitable[None]]) -> None:
         """Return when `step`, which can be repeated, has succeeded, has failed once or is late."""
-        debt = _Debt(what, step)
-        self._debts.add(debt)
-        self._group.start_soon(self._pay, debt)
+        debt = self._begin(what, step)
         with anyio.move_on_after(self._limit_s + _IGNORED_S):
             await debt.tried.wait()
         if not debt.tried.is_set():
             self._leak(debt, "not done in its time")
 
+    def give_back_soon(self, what: str, step: Callable[[], Awaitable[None]]) -> None:
+        """Begin with `step`, as `give_back` does, and wait for nothing."""
+        self._begin(what, step)
+
+    def _begin(self, what: str, step: Callable[[], Awaitable[None]]) -> _Debt:
+        debt = _Debt(what, step)
+        self._debts.add(debt)
+        self._group.start_soon(self._pay, debt)
+        return debt
+
     async def settle(self) -> None:
-        """Try everything that leaked once more, and return when that is over, or late."""
+        """Try everything that leaked once more, and return when all is given back, or late."""
         self._hurry.set()
         with anyio.move_on_after(self._limit_s):
-            while self.leaked:
+            while self._debts:
                 self._paid = anyio.Event()
                 await self._paid.wait()
         if self.leaked:
@@ -73,6 +81,7 @@ class Teardown:
         with debt.scope:
             await self._try_until_done(debt)
         self._debts.discard(debt)
+        self._paid.set()
 
     async def _try_until_done(self, debt: _Debt) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -83,7 +92,6 @@ class Teardown:
         debt.tried.set()
         if debt.leaked:
             self.leaked -= 1
-            self._paid.set()
 
     async def _pause(self, pause_s: float) -> None:
         """Wait; `settle` cuts it short once."""

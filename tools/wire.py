@@ -193,6 +193,17 @@ class ProgramState(Wire):
     """Of the sandbox."""
 
 
+class WarmSandbox(Wire):
+    """A sandbox that was started ahead and that no program has yet."""
+
+    sandbox: str
+    """Backend that runs it."""
+    age_s: float
+    memory_bytes: int
+    """The most that it may take."""
+    reason: Literal["warm"] = "warm"
+
+
 class State(Wire):
     programs: tuple[ProgramState, ...]
     hosts: int
@@ -203,6 +214,9 @@ class State(Wire):
     """Calls that wait for their turn."""
     leaked: int
     """Environments and sandboxes that could not be given back yet."""
+    warm: tuple[WarmSandbox, ...] = ()
+    layer_bytes: int = 0
+    """Disk that results of set-up commands take."""
 
 
 class Supply(Wire):
