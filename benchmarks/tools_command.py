@@ -5,7 +5,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.figure import Figure, keep
+import anyio
+
+from benchmarks.figure import Figure, Tell, keep
 from benchmarks.tools_docker import measure_docker
 from benchmarks.tools_http import measure_http
 from benchmarks.tools_local import measure_local
@@ -14,12 +16,21 @@ from benchmarks.tools_torture import torture
 
 RESULTS = Path(__file__).parent / "results" / "tools.jsonl"
 _CYCLES = 10_000
+
+
+def _torture(tell: Tell, *, quick: bool) -> None:
+    async def run() -> None:
+        await torture(tell, cycles=100 if quick else _CYCLES)
+
+    anyio.run(run)
+
+
 PARTS: dict[str, Callable[..., None]] = {
     "local": measure_local,
     "http": measure_http,
     "queues": measure_queues,
     "docker": measure_docker,
-    "torture": lambda tell, *, quick: torture(tell, cycles=100 if quick else _CYCLES),
+    "torture": _torture,
 }
 
 

@@ -1,0 +1,38 @@
+"""The sandbox backend that a tool server's settings ask for."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from sostenuto.runtime.config import DockerSection, ToolServerSettings
+from sostenuto.sandbox.choose import choose_backend
+from sostenuto.sandbox.docker.backend import DockerBackend, DockerSettings
+from sostenuto.sandbox.docker.pool import WarmPool
+from sostenuto.sandbox.protocol import Backend
+
+
+@asynccontextmanager
+async def open_backend(settings: ToolServerSettings, root: Path) -> AsyncGenerator[Backend]:
+    """The backend while the block runs, with containers kept warm where that is asked for.
+
+    Raises Unsupported when none works here, with the remedies.
+    """
+    backend = await choose_backend(
+        root, preferred=settings.sandbox, unsafe=settings.unsafe, docker=docker_settings(settings.docker)
+    )
+    if isinstance(backend, DockerBackend) and settings.docker.warm:
+        async with WarmPool(backend, warm=settings.docker.warm) as pool:
+            yield pool
+    else:
+        yield backend
+
+
+def docker_settings(section: DockerSection) -> DockerSettings:
+    """As the backend takes them."""
+    return DockerSettings(
+        image=section.image,
+        socket=section.socket,
+        runtime=section.runtime,
+        uid=section.uid,
+        starts=section.starts,
+    )
