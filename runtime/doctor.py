@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from sostenuto.sandbox.choose import probe_backends
 from sostenuto.sandbox.protocol import Probe
@@ -17,6 +17,8 @@ from sostenuto.sandbox.protocol import Probe
 _OPTIONAL = {
     "torch": "training and the embedded engine: pip install 'sostenuto[train]'",
     "pyarrow": "tasks from Parquet: pip install 'sostenuto[parquet]'",
+    "docker": "sandboxes that are containers: pip install 'sostenuto[docker]'",
+    "mcp": "tools of MCP servers: pip install 'sostenuto[mcp]'",
 }
 _SHM = Path("/dev/shm")
 
@@ -50,15 +52,24 @@ async def examine() -> Findings:
 
 def show_findings(console: Console, findings: Findings) -> None:
     console.print(findings.system)
-    table = Table(title="Sandboxes", title_justify="left")
-    for column in ("backend", "works", "isolation or reason", "remedy"):
-        table.add_column(column)
     for probe in findings.probes:
-        reason = probe.isolation if probe.works else probe.details.get("error", "")
-        table.add_row(probe.backend, "yes" if probe.works else "no", reason, probe.remedy)
-    console.print(table)
+        console.print(_about(probe))
     if not findings.can_isolate:
         console.print("[bold red]no sandbox works here; tools run only with unsafe=True[/]")
     console.print(f"shared memory: {findings.shm_bytes >> 20} MiB free in {_SHM}")
     for name, there in findings.packages.items():
         console.print(f"{name}: {'installed' if there else f'not installed ({_OPTIONAL[name]})'}")
+
+
+def _about(probe: Probe) -> Text:
+    """What a backend can do here, or what is in its way."""
+    works = "works" if probe.works else "does not work"
+    about = Text(f"{probe.backend}: {works}\n", style="green" if probe.works else "yellow")
+    facts = {"isolation": probe.isolation} if probe.works else {}
+    facts |= probe.details
+    if probe.remedy and probe.remedy != probe.details.get("error"):
+        facts["remedy"] = probe.remedy
+    for name, fact in facts.items():
+        about.append(f"  {name}: {fact}\n", style="default")
+    about.rstrip()
+    return about
