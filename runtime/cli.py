@@ -1,4 +1,4 @@
-"""The command line: `sostenuto quickstart | train | eval | bench | status | doctor`.
+"""The command line: `sostenuto quickstart | train | eval | bench | tools | status | doctor`.
 
 Every error that we raise on purpose ends as one message on stderr and exit code 1; Ctrl-C ends the job
 cleanly, its programs in the ledger as cancelled, with exit code 130.
@@ -29,11 +29,13 @@ from sostenuto.runtime.run_directory import RunDirectory, settled_ledger
 from sostenuto.runtime.runtime import Runtime
 from sostenuto.runtime.seeing.records import Curve, tensorboard
 from sostenuto.runtime.seeing.terminal import Terminal, show_ledger, show_result
+from sostenuto.runtime.tools_command import tools
 
 R = TypeVar("R")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench, name="bench")
+app.add_typer(tools, name="tools")
 console = Console()
 
 UnsafeOption = Annotated[

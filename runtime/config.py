@@ -3,14 +3,16 @@
 import tomllib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Any, Literal, Self, TypeVar, cast, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sostenuto.errors import ConfigError, nearest
 from sostenuto.scheduler.settings import SchedulerSettings
 
 M = TypeVar("M", bound=BaseModel)
+
+TOKEN_VARIABLE = "SOSTENUTO_TOOL_TOKEN"
 
 
 class Section(BaseModel):
@@ -35,6 +37,28 @@ class TrainerProcessSettings(Section):
     threads: int = Field(default=1, gt=0)
 
 
+class DockerSection(Section):
+    """Of sandboxes that are containers."""
+
+    image: str = "python:3.12-slim"
+    """For environments that name none.  Needs a POSIX `sh`."""
+
+    socket: str | None = None
+    """None: $DOCKER_HOST, or where Docker and Podman usually listen."""
+
+    runtime: str | None = None
+    """An OCI runtime that the daemon knows, such as `runsc`; None: its default."""
+
+    uid: int = Field(default=61184, ge=0)
+    """User and group inside; 0 for images whose programs write all over the file system."""
+
+    starts: int = Field(default=8, gt=0)
+    """Containers that may be starting at the same time."""
+
+    warm: int = Field(default=0, ge=0)
+    """Started containers that are kept ready, for each of the kinds that were asked for last."""
+
+
 class ToolServerSettings(Section):
     """The tool server and what runs in it."""
 
@@ -47,8 +71,10 @@ class ToolServerSettings(Section):
     host_cpus: float | None = Field(default=None, ge=0.01, allow_inf_nan=False)
     """Cores of one worker and what it starts; None: as many as there are."""
 
-    sandbox: Literal["bubblewrap", "landlock"] | None = None
+    sandbox: Literal["bubblewrap", "landlock", "docker"] | None = None
     """None: the first that works here."""
+
+    docker: DockerSection = DockerSection()
 
     unsafe: bool = False
     """True: tools run as plain processes of yours, isolated from nothing."""
@@ -69,6 +95,49 @@ class ToolServerSettings(Section):
     """Names of environment variables that tools may read and that never leave the tool server."""
 
 
+class RemoteToolServer(Section):
+    """A tool server that runs already, here or on another machine."""
+
+    url: str = Field(pattern=r"^https?://[^/?#\s]+$")
+    """Such as https://tools-1:7070."""
+
+    token_env: str = TOKEN_VARIABLE
+    """Environment variable with the server's token."""
+
+    ca: Path | None = None
+    """PEM file of who vouches for the server; None: the system's authorities."""
+
+
+class ToolServeSettings(ToolServerSettings):
+    """A tool server of its own, for runtimes on this machine or others."""
+
+    host: str = "127.0.0.1"
+    """Where it listens.  Beyond this machine it needs TLS, or `insecure`."""
+
+    token_env: str = TOKEN_VARIABLE
+    """Environment variable with the token that clients have to give."""
+
+    token_file: Path | None = None
+    """File with the token, in place of the variable."""
+
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
+    """Listen beyond this machine without TLS: whoever sees the traffic has the token."""
+
+    sandbox_root: Path = Path("tool-server/sandboxes")
+    """Folder for workspaces."""
+
+    state_dir: Path = Path("tool-server/state")
+    """Folder for what has to survive the server's process."""
+
+    cpus: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """What running calls may claim of processors together; None: all that this machine gives."""
+
+    memory_bytes: int | None = Field(default=None, gt=0)
+    """What running calls may claim of memory together; None: all that this machine gives."""
+
+
 class RuntimeConfig(Section):
     """Everything but the job."""
 
@@ -78,10 +147,26 @@ class RuntimeConfig(Section):
     engine: EngineSettings = EngineSettings()
     trainer: TrainerProcessSettings = TrainerProcessSettings()
     tool_server: ToolServerSettings = ToolServerSettings()
+    tool_servers: tuple[RemoteToolServer, ...] = ()
+    """Where programs get their environments; none: from one server that the runtime starts."""
+
     scheduler: SchedulerSettings = SchedulerSettings()
 
     trace: Path | None = None
     """Each finished program adds a line there, which `sostenuto bench` can replay."""
+
+    @model_validator(mode="after")
+    def _remote_servers_are_told_apart(self) -> Self:
+        urls = [server.url for server in self.tool_servers]
+        if twice := {url for url in urls if urls.count(url) > 1}:
+            raise ValueError(f"tool_servers: {min(twice)} is there twice; give each server once")
+        unused = sorted(self.tool_server.model_fields_set - {"lease_s"}) if urls else []
+        if unused:
+            raise ValueError(
+                f"tool_server.{unused[0]} is of a server that the runtime starts, and tool_servers names "
+                "others; give it to those, with `sostenuto tools serve`"
+            )
+        return self
 
 
 def load_toml(path: Path, model: type[M]) -> M:

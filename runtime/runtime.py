@@ -1,4 +1,4 @@
-"""The runtime: one run directory, one tool server, any number of jobs.
+"""The runtime: one run directory, one tool server or several, any number of jobs.
 
 Invariants:
 - Every job is a task of the runtime's own group; leaving the runtime ends them all, and nothing is left.
@@ -30,7 +30,7 @@ from sostenuto.runtime.journal import FactStated, Journal, ProgramEnded, open_jo
 from sostenuto.runtime.ledger import Ledger, LedgerStatistics
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.run_directory import LOST, RunDirectory, hold
-from sostenuto.runtime.tool_process import launch_tool_server
+from sostenuto.runtime.tools_opened import open_tools
 from sostenuto.types import Version
 
 _EPOCH = "epoch"
@@ -165,21 +165,16 @@ class Runtime:
         self._journal = await stack.enter_async_context(open_journal(self._run.journal))
         self._epoch, self._number, self._ledger = _what_was_before(self._run)
         self._settle(self._journal)
-        launched = await stack.enter_async_context(
-            launch_tool_server(
-                self.config.tool_server,
-                sandbox_root=self._run.path / "sandboxes",
-                log=self._run.logs / "tool_server.log",
-            )
-        )
+        tools = await stack.enter_async_context(open_tools(self.config, self._run))
         self._group: TaskGroup = await stack.enter_async_context(anyio.create_task_group())
         self._premises = Premises(
             config=self.config,
             run=self._run,
             journal=self._journal,
             ledger=self._ledger,
-            tools=launched.client,
-            isolation=launched.isolation,
+            tools=tools.server,
+            isolation=tools.isolation,
+            limiting=tools.limiting,
             new_version=self._new_version,
             tap=self._tap,
         )

@@ -9,7 +9,7 @@ import secrets as randomness
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from sostenuto.envs.bounding import WorkerBounds
 from sostenuto.envs.pool import WorkerPool
 from sostenuto.errors import ConfigError, SostenutoError, ToolServerError, Unsupported, lone_error
 from sostenuto.runtime.config import ToolServerSettings
-from sostenuto.sandbox.choose import choose_backend
+from sostenuto.runtime.tool_backend import open_backend
 from sostenuto.tools.client import ToolServerClient
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.process import serve
@@ -103,8 +103,13 @@ def _orders(settings: ToolServerSettings, sandbox_root: Path) -> _Orders:
     return _Orders(
         server=server,
         settings=settings,
-        import_paths=tuple(path or str(Path.cwd()) for path in sys.path),
+        import_paths=import_paths_here(),
     )
+
+
+def import_paths_here() -> tuple[str, ...]:
+    """Where this process imports from."""
+    return tuple(path or str(Path.cwd()) for path in sys.path)
 
 
 @asynccontextmanager
@@ -151,23 +156,34 @@ async def _end(process: Process) -> None:
     await process.aclose()
 
 
-async def _serve(orders: _Orders) -> None:
-    settings = orders.settings
-    root = orders.server.sandbox_root
-    assert root is not None
-    backend = await choose_backend(Path(root), preferred=settings.sandbox, unsafe=settings.unsafe)
+async def serve_tools(
+    server: ServerConfig,
+    settings: ToolServerSettings,
+    import_paths: Sequence[str],
+    ready: Callable[[str, str], None],
+) -> None:
+    """Serve in this process until it is told to end; `ready` is given the URL and what isolates sandboxes."""
+    assert server.sandbox_root is not None
     secrets_from_environment(settings.secrets, os.environ)
     secrets = {name: os.environ[name] for name in settings.secrets}
-    isolation = (await backend.probe()).isolation
-    async with WorkerPool(
-        size=settings.hosts,
-        secrets=secrets,
-        import_paths=list(orders.import_paths),
-        bounds=WorkerBounds(settings.host_memory_bytes, settings.host_cpus),
-    ) as hosts:
-        await serve(
-            orders.server, backend, hosts, ready=lambda url: _say(_FirstWord(url=url, isolation=isolation))
-        )
+    async with (
+        open_backend(settings, Path(server.sandbox_root)) as backend,
+        WorkerPool(
+            size=settings.hosts,
+            secrets=secrets,
+            import_paths=list(import_paths),
+            bounds=WorkerBounds(settings.host_memory_bytes, settings.host_cpus),
+        ) as hosts,
+    ):
+        isolation = (await backend.probe()).isolation
+        await serve(server, backend, hosts, ready=lambda url: ready(url, isolation))
+
+
+async def _serve(orders: _Orders) -> None:
+    def ready(url: str, isolation: str) -> None:
+        _say(_FirstWord(url=url, isolation=isolation))
+
+    await serve_tools(orders.server, orders.settings, orders.import_paths, ready)
 
 
 def _say(word: _FirstWord) -> None:

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,8 @@ class Premises:
     ledger: Ledger
     tools: ToolServer
     isolation: str
+    limiting: Callable[[Callable[[ToolServerJoined], None]], AbstractContextManager[None]]
+    """Tells, within the block, what sandboxes may take together, whenever that changes."""
     new_version: Callable[[], Version]
     """A version that was never used in this run."""
     tap: Tap | None = None
@@ -101,10 +103,10 @@ async def open_workshop(
                 update=UpdatePolicy(keep_kv=keep_kv),
             ) as dispatcher,
         ):
-            dispatcher.limit(ToolServerJoined(memory_bytes=config.tool_server.sandbox_memory_bytes))
             premises.journal.write(VersionPublished(version, step=0))
             rollouts = Rollouts(dispatcher, premises.ledger, premises.journal, trace=trace)
-            yield Workshop(premises, renderer, engine, dispatcher, rollouts)
+            with premises.limiting(dispatcher.limit):
+                yield Workshop(premises, renderer, engine, dispatcher, rollouts)
 
 
 @contextmanager
