@@ -111,7 +111,17 @@ async def test_a_command_that_fails_is_named_with_what_it_wrote(
         assert stock.counters["layers_built"] == 0
 
 
-async def test_the_least_recently_used_layer_goes_and_one_in_use_does_not():
+async def test_the_least_recently_used_layer_goes_first():
+    async with clean_root() as root, stocked(backend_of("bubblewrap", root), layer_bytes=5 << 19) as stock:
+        for number in (b"1", b"2", b"1", b"3", b"1"):
+            await (await stock.start("p", Blueprint(files={"n": number}), MIB)).stop()
+        assert stock.counters["layers_built"] == 3
+        assert stock.counters["layer_hits"] == 2
+        assert stock.counters["layers_evicted"] == 1
+        await _until_there_are(root, 2)
+
+
+async def test_a_layer_in_use_is_not_evicted():
     async with clean_root() as root, stocked(backend_of("bubblewrap", root), layer_bytes=5 << 19) as stock:
         used = await stock.start("used", Blueprint(files={"n": b"0"}), MIB)
         for number in (b"1", b"2", b"3", b"2"):
@@ -147,7 +157,7 @@ async def test_a_sandbox_that_is_snapshotted_needs_its_layer_no_more_and_comes_b
 
 
 async def test_whoever_leaves_a_build_does_not_end_it_for_the_others():
-    async with clean_root() as root, stocked(backend_of("bubblewrap", root)) as stock:
+    async with clean_root() as root, stocked(backend_of("bubblewrap", root), layer_bytes=0) as stock:
         setup = Setup(("sleep 0.3; echo 1 >made",))
         with anyio.move_on_after(0.1) as scope:
             await stock.start("builder", Blueprint(), setup)
@@ -157,6 +167,7 @@ async def test_whoever_leaves_a_build_does_not_end_it_for_the_others():
         await stop_all(started)
         assert stock.counters["layers_built"] == 1
         assert stock.counters["layer_hits"] == 0
+        assert stock.counters["layers_evicted"] == 1
 
 
 @pytest.mark.parametrize("kind", LOCAL)
