@@ -26,6 +26,7 @@ from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.prompts import Prompts
 from sostenuto.runtime.rendering.conversation import Conversation
 from sostenuto.runtime.rendering.renderer import Renderer, Turn
+from sostenuto.runtime.turn_costs import cost_of, queued_s_of, used_by
 from sostenuto.scheduler.actions import (
     Answered,
     Decode,
@@ -35,7 +36,6 @@ from sostenuto.scheduler.actions import (
     Refuse,
     ToolReturned,
     TurnAway,
-    TurnCost,
     TurnEnded,
 )
 from sostenuto.scheduler.kv import Footprint
@@ -197,14 +197,15 @@ class Drive:
         if stop := self._over(reply, turn):
             return stop
         tools = self._called(turn)
-        self._around.report(TurnEnded(self.spec.id, grant.turn, self._footprint(), tools, _cost(reply)))
-        done = await self._act(turn)
-        if done:
+        self._around.report(TurnEnded(self.spec.id, grant.turn, self._footprint(), tools, cost_of(reply)))
+        results = await self._act(turn)
+        if any(result.done for result in results):
             return StopReason.ENVIRONMENT_DONE
         room = self._room()
         if room <= 0:
             return self._which_limit()
-        self._around.report(ToolReturned(self.spec.id, grant.turn, self._footprint(), room))
+        queued_s = queued_s_of(results)
+        self._around.report(ToolReturned(self.spec.id, grant.turn, self._footprint(), room, queued_s))
         return None
 
     async def _decode(self, grant: Decode) -> tuple[GenerateReply, Turn] | None:
@@ -217,7 +218,7 @@ class Drive:
             return None
         if not reply.token_ids:
             raise PolicyError(f"turn {grant.turn} came back empty ({reply.finish_reason})")
-        self._usage += _used(reply, prompt_tokens=len(request.token_ids))
+        self._usage += used_by(reply, prompt_tokens=len(request.token_ids))
         return reply, self._conversation.sampled(reply, started_s=began_s, ended_s=self._around.now_s())
 
     def _request(self, grant: Decode) -> GenerateRequest:
@@ -248,11 +249,11 @@ class Drive:
             return ()
         return tuple(call.name for call in turn.message.tool_calls if call.name in self._tools)
 
-    async def _act(self, turn: Turn) -> bool:
+    async def _act(self, turn: Turn) -> list[ToolResult]:
         """Run the turn's calls together and put the results into the context, in call order."""
         if turn.problem is not None:
             self._observe((Message("tool", turn.problem),), self._around.now_s())
-            return False
+            return []
         calls = turn.message.tool_calls
         began_s = self._around.now_s()
         results = await self._call_all(calls)
@@ -265,7 +266,7 @@ class Drive:
             for call, result in zip(calls, results, strict=True)
         )
         self._observe(observations, ended_s)
-        return any(result.done for result in results)
+        return results
 
     def _observe(self, new: tuple[Message, ...], now_s: float) -> None:
         branches = self._conversation.branches
@@ -295,6 +296,7 @@ class Drive:
             CallId(f"{self._turns}.{index}"),
             call,
             timeout_s=deadline_s + self._around.timeouts.call_margin_s,
+            priority=self.spec.priority,
         )
         match result.status:
             case ToolStatus.ENVIRONMENT_FAILURE:
@@ -372,26 +374,3 @@ class Drive:
         if length >= self._around.context_tokens():
             return StopReason.CONTEXT_FULL
         return StopReason.TURN_TOKENS
-
-
-def _cost(reply: GenerateReply) -> TurnCost:
-    return TurnCost(
-        prefilled_tokens=reply.prefilled_tokens,
-        prefill_s=reply.prefill_s,
-        generated_tokens=len(reply.token_ids),
-        decode_s=reply.decode_s,
-        queue_s=reply.queue_s,
-    )
-
-
-def _used(reply: GenerateReply, *, prompt_tokens: int) -> Usage:
-    return Usage(
-        decode_s=reply.decode_s,
-        prefill_s=reply.prefill_s,
-        queue_s=reply.queue_s,
-        pause_s=reply.pause_s,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=reply.cached_tokens,
-        prefilled_tokens=reply.prefilled_tokens,
-        generated_tokens=len(reply.token_ids),
-    )

@@ -34,7 +34,7 @@ class ToolServer(Protocol):
     ) -> Prepared: ...
 
     async def call(
-        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float
+        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float, priority: int = 0
     ) -> ToolResult: ...
 
     async def reward(
@@ -63,6 +63,8 @@ class ProgramSpec:
     environment_seed: int = 0
     """The same for all members of a group."""
     group_size: int = 1
+    priority: int = 0
+    """In the queues of tools: smaller ones have their turn first."""
     trainable_until: Version | None = None
     """The newest deployed version under which its record can still be trained; None: no such limit."""
 

@@ -79,6 +79,8 @@ class ToolReturned:
     turn: int
     footprint: Footprint
     turn_tokens: int
+    queued_s: float = 0.0
+    """Of the time since the tool was asked: waited for a turn at the tool."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,8 +194,9 @@ class Books(Frame):
         seat.hold(program, now_s)
         self._look_if_idle(seat)
 
-    def _tool_is_known(self, program: Program, acted_s: float, now_s: float) -> None:
-        self._times.learn(program.tool, acted_s)
+    def _tool_is_known(self, program: Program, acted_s: float, queued_s: float, now_s: float) -> None:
+        # How long others keep a tool busy says nothing about the tool.
+        self._times.learn(program.tool, max(0.0, acted_s - queued_s))
         program.runnable_since_s = now_s
 
     def _became_runnable(self, program: Program, now_s: float) -> None:

@@ -160,9 +160,9 @@ class Frame(ABC):
         """A turn's cost, before the program begins to act."""
         del program, event, now_s
 
-    def _tool_is_known(self, program: Program, acted_s: float, now_s: float) -> None:
-        """How long a tool call took, before the program becomes runnable."""
-        del program, acted_s, now_s
+    def _tool_is_known(self, program: Program, acted_s: float, queued_s: float, now_s: float) -> None:
+        """How long a tool call took, and waited of that, before the program becomes runnable."""
+        del program, acted_s, queued_s, now_s
 
     def _has_finished(self, program: Program, now_s: float) -> None:
         """The program is about to be forgotten."""
@@ -259,7 +259,7 @@ class Frame(ABC):
         acted_s = now_s - program.acting_since_s
         self._move(program, Move.TOOL_RETURNED, now_s)
         program.lacks_engine(event.footprint, event.turn_tokens)
-        self._tool_is_known(program, acted_s, now_s)
+        self._tool_is_known(program, acted_s, event.queued_s, now_s)
         self._note(program, Reason.ORDER, now_s)
         self._became_runnable(program, now_s)
 

@@ -53,6 +53,7 @@ def spec(
     limits: Limits | None = None,
     group_size: int = 1,
     trainable_until: Version | None = None,
+    priority: int = 0,
 ) -> ProgramSpec:
     return ProgramSpec(
         id=ProgramId(name),
@@ -63,6 +64,7 @@ def spec(
         task={},
         limits=limits or Limits(wall_s=10_000),
         group_size=group_size,
+        priority=priority,
         trainable_until=trainable_until,
     )
 
@@ -243,7 +245,10 @@ class FakeTools:
     broken: Exception | None = None
     slow: dict[str, float] = field(default_factory=dict[str, float])
     """Tools beside `look`, and what a call of each takes."""
+    queued: dict[str, float] = field(default_factory=dict[str, float])
+    """How long calls of a tool wait for their turn."""
     live: set[str] = field(default_factory=set[str])
+    priorities: list[int] = field(default_factory=list[int])
     calls: list[tuple[str, str, ToolCall]] = field(default_factory=list[tuple[str, str, ToolCall]])
     moves: list[tuple[str, SandboxRung]] = field(default_factory=list[tuple[str, SandboxRung]])
     move_s: float = 0.5
@@ -268,14 +273,17 @@ class FakeTools:
         return Prepared(messages=(Message("user", self.prompt),), tools=tools, elapsed_s=0)
 
     async def call(
-        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float
+        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float, priority: int = 0
     ) -> ToolResult:
         del timeout_s
         self.calls.append((program_id, call_id, call))
-        await anyio.sleep(self.slow.get(call.name, self.call_s))
+        self.priorities.append(priority)
+        run_s, queued_s = self.slow.get(call.name, self.call_s), self.queued.get(call.name, 0.0)
+        await anyio.sleep(queued_s + run_s)
         if self.broken:
             raise self.broken
-        return ToolResult(self.status, f"[{call.arguments}]", done=call.name == "finish")
+        done = call.name == "finish"
+        return ToolResult(self.status, f"[{call.arguments}]", done=done, elapsed_s=run_s, queued_s=queued_s)
 
     async def reward(
         self, program_id: ProgramId, call_id: CallId, episode: Episode, *, timeout_s: float

@@ -50,10 +50,10 @@ class Uneven(FakeTools):
     noise: random.Random = field(default_factory=lambda: random.Random(3))
 
     async def call(
-        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float
+        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float, priority: int = 0
     ) -> ToolResult:
         self.call_s = self.noise.random() ** 3 * self.longest_s
-        return await super().call(program_id, call_id, call, timeout_s=timeout_s)
+        return await super().call(program_id, call_id, call, timeout_s=timeout_s, priority=priority)
 
     async def reward(
         self, program_id: ProgramId, call_id: CallId, episode: Episode, *, timeout_s: float

@@ -16,6 +16,9 @@ from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.types import GroupId, Limits, ProgramId, Purpose, Version
 
+_PRIORITY = -1
+"""In the queues of tools, where the programs of training have 0: the trainer waits for an evaluation."""
+
 
 class NothingScored(SostenutoError):  # noqa: N818 - reads as the fact it states
     """Every program of an evaluation failed: there is no mean to give."""
@@ -69,6 +72,7 @@ class Evaluation:
             task=task.model_dump(mode="json"),
             limits=self._limits,
             temperature=temperature,
+            priority=_PRIORITY,
             # The same noise at every version: differences are the policy's.
             seed=seed_of("evaluation", self._seed, index),
             environment_seed=seed_of("evaluation", self._seed, index),

@@ -89,7 +89,8 @@ class Continuum(PinnedQueue):
         self._wait_of_queue_s += waited_s
         self._turns += 1
 
-    def _tool_is_known(self, program: Program, acted_s: float, now_s: float) -> None:
+    def _tool_is_known(self, program: Program, acted_s: float, queued_s: float, now_s: float) -> None:
+        del queued_s  # whoever schedules requests sees the whole gap
         insort(self._calls_s.setdefault(program.tool, []), acted_s)
 
     def _has_finished(self, program: Program, now_s: float) -> None:

@@ -91,7 +91,8 @@ class InferCept(PinnedQueue):
         super()._will_start(program, seat, now_s)
         self._comes_back(program)
 
-    def _tool_is_known(self, program: Program, acted_s: float, now_s: float) -> None:
+    def _tool_is_known(self, program: Program, acted_s: float, queued_s: float, now_s: float) -> None:
+        del queued_s  # whoever schedules requests sees the whole gap
         count, total_s = self._calls.get(program.tool, (0, 0.0))
         self._calls[program.tool] = count + 1, total_s + acted_s
 

@@ -125,9 +125,9 @@ class ReplayTools:
         return Prepared(messages=_prompt(plan), tools=_schemas(plan), elapsed_s=plan.prepare_s)
 
     async def call(
-        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float
+        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float, priority: int = 0
     ) -> ToolResult:
-        del timeout_s
+        del timeout_s, priority
         program = self._course.program(program_id)
         planned, began_s = program.last_turn, self._course.now_s()
         place = self._places.get(call.name)

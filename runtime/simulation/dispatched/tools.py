@@ -56,9 +56,9 @@ class DispatchedTools:
         )
 
     async def call(
-        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float
+        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float, priority: int = 0
     ) -> ToolResult:
-        del call_id, call, timeout_s
+        del call_id, call, timeout_s, priority
         script, tools = self._stage.scripts[program_id], self._stage.tools
         turn = script.turn
         queue_s = await self._asked(script, lambda answer: tools.call(script.plan, turn, answer))
