@@ -1,11 +1,13 @@
 """The command line of the figures of the tool server."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import anyio
+from pydantic import JsonValue
 
 from benchmarks.figure import Figure, Tell, keep
 from benchmarks.tools_docker import measure_docker
@@ -16,11 +18,26 @@ from benchmarks.tools_torture import torture
 
 RESULTS = Path(__file__).parent / "results" / "tools.jsonl"
 _CYCLES = 10_000
+_DOCKER_CYCLES = 300
 
 
 def _torture(tell: Tell, *, quick: bool) -> None:
     async def run() -> None:
         await torture(tell, cycles=100 if quick else _CYCLES)
+
+    anyio.run(run)
+
+
+def _torture_docker(tell: Tell, *, quick: bool) -> None:
+    """With the daemon and the image that `.ci/docker` provides."""
+    image = os.environ.get("SOSTENUTO_DOCKER_IMAGE", "python:3.12-slim")
+
+    def tell_apart(name: str, value: float, unit: str, target: str | None = None) -> None:
+        tell(f"docker_{name}", value, unit, target)
+
+    async def run() -> None:
+        settings: dict[str, JsonValue] = {"sandbox": "docker", "docker": {"image": image}}
+        await torture(tell_apart, cycles=20 if quick else _DOCKER_CYCLES, settings=settings)
 
     anyio.run(run)
 
@@ -31,6 +48,7 @@ PARTS: dict[str, Callable[..., None]] = {
     "queues": measure_queues,
     "docker": measure_docker,
     "torture": _torture,
+    "docker-torture": _torture_docker,
 }
 
 
@@ -45,7 +63,7 @@ def main() -> None:
         if not asked.quick:
             keep(figures, RESULTS)
 
-    for name in asked.only or [part for part in PARTS if part != "docker"]:
+    for name in asked.only or [part for part in PARTS if "docker" not in part]:
         print(f"# {name}", file=sys.stderr, flush=True)
         PARTS[name](tell, quick=asked.quick)
     missed = [figure for figure in figures if not figure.is_met]

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import anyio
 import psutil
@@ -29,11 +30,14 @@ from sostenuto.envs.registry import environment_ref
 from sostenuto.envs.workspace import SandboxSpec
 from sostenuto.errors import SostenutoError
 from sostenuto.sandbox.cgroup_tree import is_orphan
+from sostenuto.sandbox.docker.address import find_socket
+from sostenuto.sandbox.docker.labels import ROOT
+from sostenuto.sandbox.docker.typed import Daemon
 from sostenuto.tools.client import ToolServerClient
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.decorator import tool
 from sostenuto.tools.wire import EnvironmentRef
-from sostenuto.types import CallId, Episode, ProgramId, StopReason, ToolCall, ToolResult
+from sostenuto.types import CallId, Episode, ProgramId, SandboxRung, StopReason, ToolCall, ToolResult
 
 Tell = Callable[[str, float, str, str | None], None]
 
@@ -41,12 +45,14 @@ TOKEN = "token-of-the-torture"
 CLIENTS = 4
 """Cycles under way at the same time."""
 LEASE_S = 1.0
+KEPT_S = 5.0
+"""Results and snapshots of a server that was killed."""
 _EPISODE = Episode(messages=(), stop_reason=StopReason.ANSWERED)
 
 
 class Background(BaseModel):
     seconds: float
-    """How long the processes sleep that a program leaves in its sandbox; found again by this number."""
+    """How long processes sleep that it leaves in its sandbox, and are found by; 0: it leaves none."""
 
 
 class Torn(Environment[Background]):
@@ -55,8 +61,9 @@ class Torn(Environment[Background]):
     sandbox = SandboxSpec()
 
     async def reset(self, task: Background) -> str:
-        """Leave processes in the sandbox, one of them in a session of its own."""
-        await self.sandbox.shell(f"sleep {task.seconds} & setsid sleep {task.seconds} & echo started")
+        """Leave processes in the sandbox, one of them in a session of its own; or none."""
+        if task.seconds:
+            await self.sandbox.shell(f"sleep {task.seconds} & setsid sleep {task.seconds} & echo started")
         return "go"
 
     @tool(timeout_s=10)
@@ -80,7 +87,7 @@ class Torture:
     """One run: its folder, its servers, and what was seen."""
 
     folder: Path
-    unsafe: bool
+    settings: Mapping[str, JsonValue]
     dice: random.Random
     seen: Counter[str] = field(default_factory=Counter[str])
     processes: set[psutil.Process] = field(default_factory=set[psutil.Process])
@@ -111,12 +118,12 @@ class Torture:
     @asynccontextmanager
     async def _started(self) -> AsyncGenerator[Process]:
         server = ServerConfig(
-            token=TOKEN, lease_s=LEASE_S, log_level="warning",
+            token=TOKEN, lease_s=LEASE_S, results_kept_s=KEPT_S, log_level="warning",
             sandbox_root=str(self.folder / "sandboxes"), state_dir=self.folder / "state",
         )  # fmt: skip
         orders = {
             "server": server.model_dump(mode="json"),
-            "settings": {"hosts": 2, "unsafe": self.unsafe},
+            "settings": dict(self.settings),
             "import_paths": [str(Path(__file__).parent.parent), *filter(None, sys.path)],
         }
         with self._log.open("ab") as log:
@@ -160,10 +167,12 @@ class Torture:
                 self.dice.choice(workers).kill()
 
 
-async def torture(tell: Tell, *, cycles: int, unsafe: bool = False, seed: int = 7) -> None:
-    """Run the cycles, and tell what is left of them."""
+async def torture(
+    tell: Tell, *, cycles: int, settings: Mapping[str, JsonValue] = MappingProxyType({}), seed: int = 7
+) -> None:
+    """Run the cycles against servers with these settings, and tell what is left of them."""
     with _folder() as folder:
-        run = Torture(folder, unsafe, random.Random(seed))
+        run = Torture(folder, {"hosts": 2, **settings}, random.Random(seed))
         started_s = anyio.current_time()
         async with anyio.create_task_group() as group:
             group.start_soon(run.serve)
@@ -233,7 +242,8 @@ async def _live(run: Torture, client: ToolServerClient, number: int, group: Task
     group.start_soon(_blow, run, number, 0)
     program = ProgramId(f"p{number}")
     ref: EnvironmentRef = environment_ref(Torn)
-    task: dict[str, JsonValue] = {"seconds": run.sleep_s}
+    # Only a sandbox in which nothing runs is snapshotted.
+    task: dict[str, JsonValue] = {"seconds": run.sleep_s if number % 2 else 0.0}
     await client.prepare(program, ref, task, timeout_s=20)
     run.look()
     for turn in range(4):
@@ -242,6 +252,8 @@ async def _live(run: Torture, client: ToolServerClient, number: int, group: Task
         command = f"sleep {run.dice.uniform(0.0, 0.3):.3f}; echo done"
         call = ToolCall("mark", json.dumps({"path": str(path), "command": command}))
         await _call(run, client, program, CallId(str(turn)), call)
+        moved = await client.move(program, run.dice.choice(list(SandboxRung)))
+        run.seen[moved.rung.value] += 1
     await client.reward(program, CallId("reward"), _EPISODE, timeout_s=10)
     await client.release(program)
     run.seen["completed"] += 1
@@ -297,7 +309,14 @@ def _tell_all(tell: Tell, run: Torture) -> None:
     strays = [process for process in psutil.process_iter() if sleep in _command(process)]
     marks = [path.read_text().count("x") for path in (run.folder / "marks").iterdir()]
     servers = {str(process.pid) for process in run.processes}
-    for name in ("completed", "server_kills", "worker_kills", "answered_later", "OutcomeUnknown"):
+    for name in (
+        "completed",
+        "server_kills",
+        "worker_kills",
+        "answered_later",
+        "OutcomeUnknown",
+        "snapshotted",
+    ):
         tell(f"torture_{name.lower()}", run.seen[name], "times", None)
     tell("torture_calls", len(marks), "calls", None)
     tell("torture_ran_twice", sum(mark > 1 for mark in marks), "calls", "== 0")
@@ -307,6 +326,10 @@ def _tell_all(tell: Tell, run: Torture) -> None:
     tell("left_cgroups", len(_cgroups(servers)), "groups", "== 0")
     tell("left_workspaces", len(list((run.folder / "sandboxes").iterdir())), "folders", "== 0")
     tell("left_rows", _rows(run.folder), "rows", "== 0")
+    if run.settings.get("sandbox") == "docker":
+        daemon, label = Daemon(find_socket(None)), f"{ROOT}={run.folder / 'sandboxes'}"
+        tell("left_containers", len(daemon.containers(label)), "containers", "== 0")
+        tell("left_images", len(daemon.images(label)), "images", "== 0")
 
 
 def _cgroups(servers: set[str]) -> list[str]:

@@ -4,11 +4,15 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import anyio
+
 from sostenuto.runtime.config import DockerSection, ToolServerSettings
 from sostenuto.sandbox.choose import choose_backend
 from sostenuto.sandbox.docker.backend import DockerBackend, DockerSettings
 from sostenuto.sandbox.docker.pool import WarmPool
 from sostenuto.sandbox.protocol import Backend
+
+_CLOSE_S = 20.0
 
 
 @asynccontextmanager
@@ -20,11 +24,15 @@ async def open_backend(settings: ToolServerSettings, root: Path) -> AsyncGenerat
     backend = await choose_backend(
         root, preferred=settings.sandbox, unsafe=settings.unsafe, docker=docker_settings(settings.docker)
     )
-    if isinstance(backend, DockerBackend) and settings.docker.warm:
-        async with WarmPool(backend, warm=settings.docker.warm) as pool:
-            yield pool
-    else:
+    if not isinstance(backend, DockerBackend):
         yield backend
+        return
+    try:
+        async with WarmPool(backend, warm=settings.docker.warm) as pool:
+            yield pool if settings.docker.warm else backend
+    finally:
+        with anyio.move_on_after(_CLOSE_S, shield=True):
+            await backend.close()
 
 
 def docker_settings(section: DockerSection) -> DockerSettings:

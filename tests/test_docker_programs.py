@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from dockers import IMAGE, containers, docker_root, needs_docker
+from dockers import IMAGE, containers, docker_root, images, needs_docker
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.registry import environment_ref
 from sostenuto.envs.workspace import SandboxSpec
@@ -54,6 +54,7 @@ async def test_a_program_lives_in_a_container_that_comes_back_from_every_rung(tm
                 assert (await client.shell(A, "echo $NAME; cat new; cat ../note")).output == "x\n2\nkept"
             await client.release(A)
         assert containers(root) == []
+        assert images(root) == []
 
 
 async def test_an_image_that_is_not_there_is_a_failure_of_the_infrastructure(tmp_path: Path):

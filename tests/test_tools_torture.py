@@ -10,7 +10,7 @@ async def test_nothing_is_left_and_nothing_runs_twice_when_server_and_workers_ar
         told[name] = (value, target)
 
     # The backend without isolation has the least that ends its processes for it.
-    await torture(tell, cycles=20, unsafe=True)
+    await torture(tell, cycles=20, settings={"unsafe": True})
     missed = {name: value for name, (value, target) in told.items() if target == "== 0" and value}
     assert not missed
     assert told["torture_server_kills"][0] >= 1

@@ -22,7 +22,7 @@ from sostenuto.sandbox.docker.calls import Calls
 from sostenuto.sandbox.docker.container import DockerSandbox, Ground, place_files, remove_container
 from sostenuto.sandbox.docker.images import Images, Wanted
 from sostenuto.sandbox.docker.inside import WORKSPACE
-from sostenuto.sandbox.docker.labels import labels_of, reclaim_containers
+from sostenuto.sandbox.docker.labels import labels_of, reclaim_containers, remove_own_images
 from sostenuto.sandbox.docker.typed import ContainerPlan, Daemon, Missing
 from sostenuto.sandbox.local import check_blueprint
 from sostenuto.sandbox.protocol import Blueprint, Probe, SandboxLimits, Snapshot
@@ -148,6 +148,11 @@ class DockerBackend:
         """Remove what dead owners have left under this root; returns its names."""
         ground = await self._open()
         return await self._calls.run(partial(reclaim_containers, ground.daemon, self._root))
+
+    async def close(self) -> None:
+        """Remove the images that it has made of templates, and what was forgotten while it was in use."""
+        if self._ground is not None:
+            await self._calls.run(partial(remove_own_images, self._ground.daemon, self._root))
 
     async def _open(self) -> Ground:
         async with self._opening:

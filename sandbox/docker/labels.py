@@ -50,6 +50,14 @@ def reclaim_containers(daemon: Daemon, root: Path) -> list[str]:
     return [found.labels.get(NAME, found.identity) for found in removed]
 
 
+def remove_own_images(daemon: Daemon, root: Path) -> None:
+    """Remove the images that this process has made for `root` and that no container uses."""
+    for one in daemon.images(OWNER):
+        if one.labels.get(OWNER) == _me() and one.labels.get(ROOT) == str(root):
+            with suppress(Missing, Conflict):
+                daemon.remove_image(one.identity)
+
+
 def is_orphan(labels: Mapping[str, str], root: Path) -> bool:
     match = _OWNER.fullmatch(labels.get(OWNER, ""))
     if match is None:
