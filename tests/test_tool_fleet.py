@@ -177,6 +177,23 @@ async def test_a_preparation_that_is_cancelled_is_given_back_by_its_release():
         assert repr(fleet).count("=0") == 2
 
 
+async def test_a_program_that_is_cancelled_at_any_moment_leaves_nothing():
+    async with listening({}, {}) as servers, open_fleet([link(s.url) for s in servers]) as fleet:
+
+        async def live(name: str) -> None:
+            await prepare(fleet, name, needing(kind=len(name)))
+            await fleet.call(ProgramId(name), C1, ToolCall("sleep", "0.01"), timeout_s=10)
+            await fleet.release(ProgramId(name))
+
+        for number in range(24):
+            name = "p" * (number + 1)
+            with anyio.move_on_after(number / 1000):
+                await live(name)
+            await fleet.release(ProgramId(name))
+            assert repr(fleet).count("=0") == 2
+        await until(lambda: not any(server.programs or server.backend.live for server in servers))
+
+
 async def test_a_wrong_token_is_said_at_the_start_with_the_servers_name():
     async with listening({}, {}) as (right, wrong):
         said = rf"tool_servers: {wrong.url}: .*bearer token; see its token_env"
