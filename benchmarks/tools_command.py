@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from benchmarks.figure import Figure, Tell, keep
 from benchmarks.tools_docker import measure_docker
 from benchmarks.tools_http import measure_http
+from benchmarks.tools_layers import measure_layers
 from benchmarks.tools_local import measure_local
 from benchmarks.tools_queues import measure_queues
 from benchmarks.tools_torture import torture
@@ -46,6 +47,7 @@ PARTS: dict[str, Callable[..., None]] = {
     "local": measure_local,
     "http": measure_http,
     "queues": measure_queues,
+    "layers": measure_layers,
     "docker": measure_docker,
     "torture": _torture,
     "docker-torture": _torture_docker,
