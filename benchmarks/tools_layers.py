@@ -92,7 +92,9 @@ async def _disk(
             group.start_soon(live, number)
     state = await server.client.state()
     what = f"{programs} programs over {len(environments)} environments"
-    tell(f"{what}: peak disk, by layers and live workspaces", disk.ratio, "", "<= 1.3")
+    # Few environments are all built at once, and then there is as much of builders as of layers.
+    target = "<= 1.3" if len(environments) == _ENVIRONMENTS else None
+    tell(f"{what}: peak disk, by layers and live workspaces", disk.ratio, "", target)
     tell(f"{what}: peak disk", disk.all_bytes / (1 << 20), "MiB")
     tell(f"{what}: set-ups that ran", state.counters["layers_built"], "", f"== {len(environments)}")
 
