@@ -8,13 +8,14 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapp
 from contextlib import asynccontextmanager, contextmanager
 from itertools import islice
 from pathlib import Path
+from shutil import which
 
 import anyio
 import pytest
 from typer.testing import CliRunner
 
 from sandboxes import nothing_left, sandbox_root
-from scripted import ENGINE, ScriptedEngine, children, specs_of, turns_of, write_tokenizer_folder
+from scripted import ENGINE, TINY, ScriptedEngine, children, specs_of, turns_of, write_tokenizer_folder
 from sostenuto.envs.storeroom.demonstrations import demonstrate_in_full
 from sostenuto.envs.storeroom.environment import Storeroom
 from sostenuto.envs.storeroom.world import StoreroomTask, training_tasks
@@ -23,14 +24,16 @@ from sostenuto.records import Trajectory
 from sostenuto.runtime.cli import app
 from sostenuto.runtime.config import RuntimeConfig, load_toml, parse
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
+from sostenuto.runtime.jobs.job import EvalJob
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.run_directory import hold
+from sostenuto.runtime.runtime import Runtime
 from sostenuto.runtime.tools_opened import open_tools
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.tools.client import ToolServerClient
-from sostenuto.types import Message
+from sostenuto.types import Limits, Message
 
 CLI = [sys.executable, "-c", "from sostenuto.runtime.cli import main; main()"]
 VARIABLE = "SOSTENUTO_TOOL_TOKEN"
@@ -135,6 +138,48 @@ async def test_a_token_that_is_not_there_is_asked_for(tmp_path: Path):
     with hold(tmp_path) as run, pytest.raises(ConfigError, match="variable NO_SUCH_TOKEN is not set"):
         async with open_tools(config, run):
             pass
+
+
+def built(folder: Path) -> Path:
+    """A tiny model with weights."""
+    write_tokenizer_folder(folder, TINY)
+    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def certified(folder: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 and its key."""
+    if which("openssl") is None:
+        pytest.skip("no openssl here, which makes the certificate of this test")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+         "-keyout", key, "-out", certificate, "-days", "1", "-subj", "/CN=tests",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return certificate, key
+
+
+async def test_a_whole_job_runs_on_a_server_that_speaks_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VARIABLE, TOKEN)
+    model = built(tmp_path / "model")
+    certificate, key = certified(tmp_path)
+    options = ("--tls-certificate", str(certificate), "--tls-key", str(key))
+    job = EvalJob(
+        env=Storeroom, model=model, tasks=list(WORLD.values())[:2], temperatures=(1.0,),
+        limits=Limits(turns=2, turn_tokens=6),
+    )  # fmt: skip
+    with sandbox_root() as root, served(root / "one", *options) as (_, url):
+        servers = {"tool_servers": [{"url": url, "ca": str(certificate)}]}
+        config = parse({"directory": tmp_path / "run", **servers}, RuntimeConfig, where="job")
+        async with Runtime(config) as runtime:
+            result = await (await runtime.submit(job)).result()
+            assert result.ledger.outcomes == {"evaluated": 2}
+        async with ToolServerClient(url, TOKEN, "me", ca_file=certificate) as client:
+            state = await client.state()
+            assert (state.programs, state.counters["prepared"]) == ((), 2)
 
 
 async def test_a_run_uses_several_servers_and_outlives_one_of_them(
