@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from sostenuto.sandbox.protocol import Sandbox
+from sostenuto.tools.passing import Passing
 
 
 @runtime_checkable
@@ -13,24 +14,13 @@ class Renamed(Protocol):
     def rename(self, name: str) -> None: ...
 
 
-class Borrowed:
+class Borrowed(Passing):
     """See `sostenuto.sandbox.protocol.Sandbox`; once it has stopped, `give_back` is called."""
 
     def __init__(self, sandbox: Sandbox, give_back: Callable[[], None]) -> None:
+        super().__init__(sandbox)
         self._sandbox = sandbox
         self._give_back: Callable[[], None] | None = give_back
-        self.shell = sandbox.shell
-        self.exec = sandbox.exec
-        self.read = sandbox.read
-        self.write = sandbox.write
-        self.upload = sandbox.upload
-        self.download = sandbox.download
-        self.pause = sandbox.pause
-        self.reclaim = sandbox.reclaim
-        self.resume = sandbox.resume
-        self.snapshot = sandbox.snapshot
-        self.usage = sandbox.usage
-        self.is_quiet = sandbox.is_quiet
 
     def rename(self, name: str) -> None:
         if isinstance(self._sandbox, Renamed):

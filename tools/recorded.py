@@ -9,6 +9,7 @@ import anyio
 from sostenuto.sandbox.protocol import Backend, Blueprint, Probe, Sandbox, Snapshot
 from sostenuto.tools.journal import Journal
 from sostenuto.tools.metrics import Metrics
+from sostenuto.tools.passing import Passing
 
 
 class RecordedBackend:
@@ -42,25 +43,16 @@ class RecordedBackend:
         self._journal.snapshot_went(snapshot)
 
 
-class RecordedSandbox:
+class RecordedSandbox(Passing):
     """See `sostenuto.sandbox.protocol.Sandbox`; what the journal need not know of goes straight through."""
 
     def __init__(self, name: str, backend: str, sandbox: Sandbox, journal: Journal) -> None:
+        super().__init__(sandbox)
         self._name = name
         self._backend = backend
         self._sandbox = sandbox
         self._journal = journal
-        self.shell = sandbox.shell
-        self.exec = sandbox.exec
-        self.read = sandbox.read
-        self.write = sandbox.write
-        self.upload = sandbox.upload
-        self.download = sandbox.download
-        self.pause = sandbox.pause
-        self.reclaim = sandbox.reclaim
-        self.resume = sandbox.resume
-        self.usage = sandbox.usage
-        self.is_quiet = sandbox.is_quiet
+        self.snapshot = self._snapshot
 
     def rename(self, name: str) -> None:
         """It stands in the journal under `name` from now on."""
@@ -68,7 +60,7 @@ class RecordedSandbox:
         self._journal.sandbox_comes(name, self._backend)
         self._name = name
 
-    async def snapshot(self) -> Snapshot:
+    async def _snapshot(self) -> Snapshot:
         snapshot = await self._sandbox.snapshot()
         self._journal.snapshot_came(snapshot)
         return snapshot
