@@ -55,9 +55,6 @@ class DockerSection(Section):
     starts: int = Field(default=8, gt=0)
     """Containers that may be starting at the same time."""
 
-    warm: int = Field(default=0, ge=0)
-    """Started containers that are kept ready, for each of the kinds that were asked for last."""
-
 
 class ToolServerSettings(Section):
     """The tool server and what runs in it."""
@@ -75,6 +72,11 @@ class ToolServerSettings(Section):
     """None: the first that works here."""
 
     docker: DockerSection = DockerSection()
+    warm: int = Field(default=0, ge=0)
+    """Sandboxes that are started ahead, of each kind that was asked for before."""
+
+    layer_bytes: int | None = Field(default=None, ge=0)
+    """Disk for what set-up commands have left; None: half of what is free at the start."""
 
     unsafe: bool = False
     """True: tools run as plain processes of yours, isolated from nothing."""

@@ -9,7 +9,6 @@ import anyio
 from sostenuto.runtime.config import DockerSection, ToolServerSettings
 from sostenuto.sandbox.choose import choose_backend
 from sostenuto.sandbox.docker.backend import DockerBackend, DockerSettings
-from sostenuto.sandbox.docker.pool import WarmPool
 from sostenuto.sandbox.protocol import Backend
 
 _CLOSE_S = 20.0
@@ -17,7 +16,7 @@ _CLOSE_S = 20.0
 
 @asynccontextmanager
 async def open_backend(settings: ToolServerSettings, root: Path) -> AsyncGenerator[Backend]:
-    """The backend while the block runs, with containers kept warm where that is asked for.
+    """The backend while the block runs; images that it made of templates go with it.
 
     Raises Unsupported when none works here, with the remedies.
     """
@@ -28,8 +27,7 @@ async def open_backend(settings: ToolServerSettings, root: Path) -> AsyncGenerat
         yield backend
         return
     try:
-        async with WarmPool(backend, warm=settings.docker.warm) as pool:
-            yield pool if settings.docker.warm else backend
+        yield backend
     finally:
         with anyio.move_on_after(_CLOSE_S, shield=True):
             await backend.close()

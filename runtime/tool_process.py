@@ -98,6 +98,9 @@ def _orders(settings: ToolServerSettings, sandbox_root: Path) -> _Orders:
         secret_names=settings.secrets,
         sandbox_root=str(sandbox_root.absolute()),
         state_dir=sandbox_root.absolute().with_name("tool_server"),
+        sandbox_memory_bytes=settings.sandbox_memory_bytes,
+        warm=settings.warm,
+        layer_bytes=settings.layer_bytes,
         parent_pid=os.getpid(),
     )
     return _Orders(

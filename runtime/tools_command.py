@@ -62,6 +62,8 @@ def server_config(settings: ToolServeSettings) -> ServerConfig:
         cpus=settings.cpus,
         memory_bytes=settings.memory_bytes,
         sandbox_memory_bytes=settings.sandbox_memory_bytes,
+        warm=settings.warm,
+        layer_bytes=settings.layer_bytes,
     )
 
 

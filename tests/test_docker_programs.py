@@ -38,7 +38,7 @@ class WithoutImage(InContainer):
 
 
 def settings(warm: int = 0) -> ToolServerSettings:
-    return ToolServerSettings(sandbox="docker", docker=DockerSection(image=IMAGE, warm=warm))
+    return ToolServerSettings(sandbox="docker", docker=DockerSection(image=IMAGE), warm=warm)
 
 
 @pytest.mark.parametrize("warm", [0, 1])

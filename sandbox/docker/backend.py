@@ -97,12 +97,6 @@ class DockerBackend:
         ground = await self._open()
         await ground.images.prepare(self._wanted(blueprint))
 
-    async def fingerprint(self, blueprint: Blueprint) -> str:
-        """Equal for blueprints whose sandboxes start alike, but for their files."""
-        ground = await self._open()
-        template = await ground.images.fingerprint(blueprint.template)
-        return f"{template} {replace(blueprint, files={})!r}"
-
     async def start(
         self, name: str, blueprint: Blueprint, *, snapshot: Snapshot | None = None
     ) -> DockerSandbox:

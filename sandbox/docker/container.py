@@ -120,11 +120,6 @@ class DockerSandbox:
     async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
         return await self._transfer(partial(self._files.download, path, max_bytes))
 
-    async def place(self, files: dict[str, bytes]) -> None:
-        """Write the files of a blueprint into a sandbox that was started without them."""
-        file_bytes = self._plan.rlimits["fsize"]
-        await self._transfer(partial(place_files, self._ground, self._container, files, file_bytes))
-
     async def _transfer(self, work: Callable[[], T]) -> T:
         self._check_there()
         return await self._ground.calls.run(work, _TRANSFER_S)

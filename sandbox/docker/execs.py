@@ -21,6 +21,8 @@ _PATIENCE_S = 0.05
 _NOT_RUN = 126
 _KILLED = 137
 _LIMIT_REACHED = "temporarily unavailable"
+_REFUSED = "OCI runtime exec failed"
+"""What a daemon says when a container is full of processes, and in other cases."""
 """What the system says when the sandbox's own processes leave no room for another."""
 
 
@@ -120,7 +122,7 @@ class _Execution:
             raise SandboxError("the sandbox has ended")
         if "pid" in self._told:
             return daemon.exec_code(self._identity) or _KILLED
-        if _LIMIT_REACHED in said:
+        if _LIMIT_REACHED in said or (_REFUSED in said and daemon.counters(container).is_full):
             return _NOT_RUN
         raise SandboxError(f"no program could be started: {said}")
 

@@ -22,6 +22,8 @@ _REPLY_S = 10.0
 """For answers that need no command to run; far above what a loaded machine needs."""
 _PATIENCE_S = 0.05
 _ATTEMPTS = 10
+_BEGIN_S = 2.0
+"""In which a command that was sent begins, if the shell is there."""
 _NOBODY_LISTENS = 126
 """Exit code of a command that was not run, as shells have it."""
 
@@ -53,6 +55,9 @@ class ContainerShell:
         self._name = ""
         """Of the present shell, drawn for each: what an earlier one still says is not for us."""
         self._pid = 0
+        """0: there is none, or it has not said that it is ready."""
+        self._asked = False
+        """Whether a shell was asked for that has not said so yet."""
         self._running: _Running | None = None
         self._news: list[str] = []
         """Lines that came while another was waited for."""
@@ -61,14 +66,16 @@ class ContainerShell:
 
     async def start(self) -> None:
         """Start a shell in the workspace; SandboxError, with its last words, when none comes."""
-        self._name = secrets.token_hex(16)
         try:
             with anyio.fail_after(_REPLY_S):
-                await self._stream.send(inside.prologue(self._name))
+                if not self._asked:
+                    self._name, self._asked = secrets.token_hex(16), True
+                    await self._stream.send(inside.prologue(self._name))
                 word, value = await self._expect(f"ready.{self._name}", HeadTail(1024))
         except (SandboxError, TimeoutError) as exc:
             said = self._stream.last_words()
             raise SandboxError(f"no shell came up{': ' if said else ''}{said}") from exc
+        self._asked = False
         if word == self._exit:
             raise SandboxError(f"the shell ended with code {value} before it was ready")
         self._pid = int(value)
@@ -112,6 +119,7 @@ class ContainerShell:
             elif word in {running.token, self._exit} and value.isdigit():
                 break
         if word == self._exit:
+            self._pid = 0
             await self.start()
         return int(value)
 
@@ -161,7 +169,8 @@ class ContainerShell:
     async def _end_command(self, running: _Running, sink: HeadTail) -> None:
         """Kill what the command started and bring the shell, or a new one, to its prompt."""
         self._news.clear()
-        alive = await self._give_up(running, sink)
+        # No shell: this was cut short before, after the shell had been killed.
+        alive = self._pid != 0 and await self._give_up(running, sink)
         if running.ticks:
             await self._end_young(running, sink)
         if not alive:
@@ -171,14 +180,32 @@ class ContainerShell:
 
     async def _give_up(self, running: _Running, sink: HeadTail) -> bool:
         """Whether the shell itself survived."""
+        with anyio.move_on_after(_BEGIN_S):
+            await self._begins(running, sink)
         for attempt in range(_ATTEMPTS if running.ticks else 0):
             await self._end_young(running, sink, wake=attempt % 4 == 0)
             with anyio.move_on_after(_PATIENCE_S):
                 word, _ = await self._expect(running.token, sink)
-                return word != self._exit and await self._is_at_prompt(sink)
+                if word != self._exit and await self._is_at_prompt(sink):
+                    return True
+                self._pid = 0
+                return False
         await self._stream.send(f"kill {self._pid}\n")
         await self._expect(self._exit, sink)
+        self._pid = 0
         return False
+
+    async def _begins(self, running: _Running, sink: HeadTail) -> None:
+        """A shell at its prompt says at once that it begins; what was sent to it, it will run."""
+        while not running.ticks:
+            line = await self._stream.line(sink)
+            word, _, value = line.partition(" ")
+            if word == f"began.{running.token}":
+                running.begin(value)
+            else:
+                self._news.append(line)
+                if word == self._exit:
+                    return
 
     async def _end_young(self, running: _Running, sink: HeadTail, *, wake: bool = False) -> None:
         await self._order("end", self._pid, running.ticks, running.last_pid, int(wake), sink=sink)

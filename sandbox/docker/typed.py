@@ -85,6 +85,9 @@ class Found:
     """By a container, into its own layer."""
 
 
+_FEW = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Counters:
     """Of a container's processes, since its start where they add up."""
@@ -93,6 +96,13 @@ class Counters:
     peak_memory_bytes: int
     cpu_s: float
     processes: int
+    most_processes: int
+    """0: there is no limit, or it is not told."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no program with a few processes can be started."""
+        return 0 < self.most_processes <= self.processes + _FEW
 
 
 class Daemon:
@@ -171,12 +181,14 @@ class Daemon:
         with _errors(f"count what {container} uses"):
             seen = self._client.stats(container, stream=False, one_shot=True)
         memory, cpu = seen.get("memory_stats", {}), seen.get("cpu_stats", {})
+        processes = seen.get("pids_stats", {})
         now = int(memory.get("usage", 0))
         return Counters(
             now,
             int(memory.get("max_usage", now)),
             cpu.get("cpu_usage", {}).get("total_usage", 0) / 1e9,
-            int(seen.get("pids_stats", {}).get("current", 0)),
+            int(processes.get("current", 0)),
+            int(processes.get("limit", 0)),
         )
 
     def prepare_exec(self, container: str, argv: list[str], environment: dict[str, str]) -> str:
