@@ -47,6 +47,7 @@ class Bounding:
         """Raises SandboxError when the system refuses a cgroup."""
         self._bounds = bounds
         self._group: Cgroup | None = None
+        self._removed = False
         if cgroups is not None and cgroups.bound_memory and bounds != UNBOUNDED:
             self._group = cgroups.create(Bounds(memory_bytes=bounds.memory_bytes, cpus=bounds.cpus))
 
@@ -75,7 +76,7 @@ class Bounding:
 
     def is_exceeded(self, pid: int) -> bool:
         """Whether it uses more memory than it may or, where the kernel sees to that, has ever tried to."""
-        if self._bounds.memory_bytes is None:
+        if self._bounds.memory_bytes is None or self._removed:
             return False
         if self._group is not None:
             return self._group.out_of_memory_kills() > 0
@@ -86,6 +87,7 @@ class Bounding:
         )
 
     def remove(self) -> None:
+        self._removed = True  # first: who looks at it meanwhile finds nothing to be read
         if self._group is not None:
             self._group.remove()
 

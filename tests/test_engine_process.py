@@ -171,7 +171,8 @@ async def test_malformed_requests_name_the_field(engine: EngineClient, tmp_path:
 
 
 async def test_an_engine_that_dies_is_an_error_with_its_last_words(engine: EngineClient):
-    child = psutil.Process().children()[-1]
+    module = "sostenuto.runtime.engines.embedded"
+    (child,) = (child for child in psutil.Process().children() if module in child.cmdline())
     async with anyio.create_task_group() as group:
 
         async def ask() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import anyio
 import pytest
+from anyio.abc import TaskGroup
 
 from fakes_tools import FORM, TOKEN, FakeBackend, FakeHost, FakeHosts, FakeSandbox, config
 from serving import calling, preparing
@@ -17,7 +18,7 @@ from sostenuto.tools.programs import Programs, open_programs
 from sostenuto.tools.refused import Refused
 from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.server import listen
-from sostenuto.tools.wire import Prepared, PrepareRequest, ToolLimits, ToolSchema
+from sostenuto.tools.wire import Prepared, PrepareRequest, State, ToolLimits, ToolSchema
 from sostenuto.types import CallId, ProgramId, ToolCall, ToolResult, ToolStatus
 
 A, B, C = ProgramId("a"), ProgramId("b"), ProgramId("c")
@@ -170,12 +171,23 @@ async def over_http(host: LimitedHost, **changes: object) -> AsyncGenerator[Tool
         yield client
 
 
+async def _fill(group: TaskGroup, client: ToolServerClient, seconds: str) -> None:
+    """One call runs for so long, and another waits."""
+    for waiting, program in enumerate((A, B)):
+        group.start_soon(client.call, program, CallId("c"), ToolCall("sleep", seconds))
+        with anyio.fail_after(20):
+            while (state := await client.state()).queued < waiting or not _is_calling(state, program):  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+
+
+def _is_calling(state: State, program: ProgramId) -> bool:
+    return any(one.program_id == program and one.phase == "calling" for one in state.programs)
+
+
 async def test_a_client_that_is_told_to_come_again_does_so_within_its_deadline():
     host = LimitedHost(limits=ToolLimits(concurrency=1))
     async with over_http(host, queue_limit=1) as client, anyio.create_task_group() as group:
-        for program in (A, B):
-            group.start_soon(client.call, program, CallId("c"), ToolCall("sleep", "0.3"))
-            await anyio.sleep(0.1)
+        await _fill(group, client, "1")
         result = await client.call(C, CallId("c"), ToolCall("sleep", "0"), timeout_s=20)
         assert result.status is ToolStatus.OK
         assert result.queued_s >= 1
@@ -185,9 +197,7 @@ async def test_a_client_that_is_told_to_come_again_does_so_within_its_deadline()
 async def test_a_client_without_the_time_for_it_is_told_that_the_server_is_overloaded():
     host = LimitedHost(limits=ToolLimits(concurrency=1))
     async with over_http(host, queue_limit=1) as client, anyio.create_task_group() as group:
-        for program in (A, B):
-            group.start_soon(client.call, program, CallId("c"), ToolCall("sleep", "60"))
-            await anyio.sleep(0.1)
+        await _fill(group, client, "60")
         with pytest.raises(Overloaded, match=r"1 calls wait for Form\.sleep already; try again in 1 s"):
             await client.call(C, CallId("c"), ToolCall("sleep", "0"), timeout_s=0.9)
         group.cancel_scope.cancel()
