@@ -75,14 +75,20 @@ async def test_what_a_snapshot_would_lose_keeps_it_from_being_snapshotted():
         assert entries(root) == []
 
 
-async def test_a_sandbox_in_use_is_not_snapshotted():
+async def test_a_sandbox_in_use_stays_as_it_is():
     with sandbox_root() as root:
         ladder = await Ladder.start(backend_of("bubblewrap", root), "a", Blueprint())
         async with anyio.create_task_group() as group:
-            group.start_soon(output_of, ladder, "sleep 0.5")
+            said = ladder.shell("sleep 0.3; echo done", timeout_s=20)
+
+            async def use() -> None:
+                assert (await said).output == "done\n"
+
+            group.start_soon(use)
             await anyio.wait_all_tasks_blocked()
-            assert await ladder.move(SNAPSHOTTED) in {PAUSED, RECLAIMED}
-            assert await ladder.move(RUNNING) is RUNNING
+            for rung in (PAUSED, RECLAIMED, SNAPSHOTTED):
+                assert await ladder.move(rung) is RUNNING
+        assert await ladder.move(SNAPSHOTTED) is SNAPSHOTTED
         await ladder.stop()
 
 

@@ -3,9 +3,10 @@
     running -> paused -> reclaimed -> snapshotted      each frees more, and takes longer to come back from
 
 - Whoever uses the sandbox brings it back first: that a rung is right is a matter of speed alone.
-- Nothing that cannot come back is given up.  A sandbox in use, with processes besides its shell, with files
-  outside of its workspace, or without mounts of its own, so that its workspace would come back at another
-  path, is not snapshotted; one whose memory cannot be moved out is paused.  `move` says what was reached.
+- Nothing that cannot come back is given up.  A sandbox in use stays as it is.  One with processes besides its
+  shell, with files outside of its workspace, or without mounts of its own, so that its workspace would come
+  back at another path, is not snapshotted; one whose memory cannot be moved out is paused.  `move` says what
+  was reached.
 - From a snapshot the shell comes back with its directory and its exported variables.
 """
 
@@ -67,7 +68,7 @@ class Ladder:
         async with self._moving:
             if rung is SandboxRung.RUNNING:
                 await self._come_back()
-            elif rung is not SandboxRung.SNAPSHOTTED or not await self._rest():
+            elif not self._users and (rung is not SandboxRung.SNAPSHOTTED or not await self._rest()):
                 await self._step_down(rung)
         return self._rung
 
@@ -85,7 +86,7 @@ class Ladder:
 
     async def _rest(self) -> bool:
         """Snapshot and end it; False, and nothing changes, if something would be lost."""
-        if self._users or self._resting is not None:
+        if self._resting is not None:
             return False
         await self._come_back()
         sandbox = self._awake()
