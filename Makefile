@@ -21,6 +21,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/foundation.py
 	$(BIN)/python benchmarks/scheduling.py
+	$(BIN)/python benchmarks/tools.py
 
 $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
