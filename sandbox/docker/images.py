@@ -7,6 +7,7 @@ It is made once for each (image, template as it is now), by whoever needs it fir
 import hashlib
 import os
 import secrets
+import time
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from sostenuto.sandbox.docker.typed import Conflict, ContainerPlan, Daemon, Miss
 from sostenuto.sandbox.protocol import Snapshot
 
 _PULL_S = 1800.0
+_DISCARDS = 100
+_DISCARD_PAUSE_S = 0.1
 _BUILD_S = 600.0
 
 
@@ -98,8 +101,19 @@ class Images:
                 self._daemon.place(container, "/", packer.archive())
             self._daemon.commit(container, reference, plan.labels)
         finally:
-            with suppress(Missing):
+            self._discard(container)
+
+    def _discard(self, container: str) -> None:
+        """Remove it; what the daemon still does with it may have to end first."""
+        for _ in range(_DISCARDS):
+            try:
                 self._daemon.remove(container)
+            except Missing:
+                return
+            except Conflict:
+                time.sleep(_DISCARD_PAUSE_S)
+            else:
+                return
 
     def new_reference(self) -> str:
         return f"{self._repository}:snapshot-{secrets.token_hex(8)}"
