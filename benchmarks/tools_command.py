@@ -9,7 +9,8 @@ from pathlib import Path
 import anyio
 from pydantic import JsonValue
 
-from benchmarks.figure import Figure, Tell, keep
+from benchmarks.figure import Tell
+from benchmarks.telling import Telling
 from benchmarks.tools_docker import measure_docker
 from benchmarks.tools_http import measure_http
 from benchmarks.tools_layers import measure_layers
@@ -57,21 +58,11 @@ PARTS: dict[str, Callable[..., None]] = {
 def main() -> None:
     """Measure what was asked for; exit status 1 when a figure misses its target."""
     asked = _arguments()
-    figures: list[Figure] = []
-
-    def tell(name: str, value: float, unit: str, target: str | None = None) -> None:
-        figures.append(Figure(name, float(value), unit, target))
-        print(figures[-1].line(), flush=True)
-        if not asked.quick:
-            keep(figures, RESULTS)
-
+    tell = Telling(None if asked.quick else RESULTS)
     for name in asked.only or [part for part in PARTS if "docker" not in part]:
         print(f"# {name}", file=sys.stderr, flush=True)
         PARTS[name](tell, quick=asked.quick)
-    missed = [figure for figure in figures if not figure.is_met]
-    for figure in missed:
-        print(f"# missed: {figure.name} is {figure.value:g}, not {figure.target}", file=sys.stderr)
-    sys.exit(1 if missed else 0)
+    tell.end()
 
 
 def _arguments() -> argparse.Namespace:

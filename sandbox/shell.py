@@ -132,7 +132,7 @@ class PersistentShell:
 
     async def run(self, command: str, timeout_s: float, output_bytes: int) -> ShellResult:
         """Run one command to its end or its deadline; cancelled, it ends the command."""
-        refusal = _refusal(command)
+        refusal = refusal_of(command)
         if refusal:
             return ShellResult(_NOBODY_LISTENS, refusal)
         async with self._turn:
@@ -244,7 +244,8 @@ def _report(token: str) -> str:
     return f"command printf '%s %d\\n' {token} $? >&9"
 
 
-def _refusal(command: str) -> str:
+def refusal_of(command: str) -> str:
+    """Why no shell could be given it; empty when one can."""
     with suppress(UnicodeEncodeError):
         if len(command.encode()) > _COMMAND_BYTES:
             return f"the command is longer than {_COMMAND_BYTES} bytes; write it to a file and run that"

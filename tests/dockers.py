@@ -24,7 +24,7 @@ from sostenuto.sandbox.docker.typed import Daemon
 from sostenuto.sandbox.protocol import Blueprint, ShellResult
 
 IMAGE = os.environ.get("SOSTENUTO_DOCKER_IMAGE", "")
-_PATIENCE_S = 15.0
+_PATIENCE_S = 60.0
 
 
 def _lacking() -> str:

@@ -133,6 +133,16 @@ async def test_a_cancelled_command_is_ended_and_the_shell_stays():
             assert (await said(sandbox, "echo $X; ls; cat /proc/[0-9]*/comm | grep sleep")).output == "kept\n"
 
 
+async def test_a_shell_that_is_late_to_begin_a_cancelled_command_is_waited_for():
+    async with running() as sandbox:
+        pid = (await said(sandbox, "X=kept; echo $$")).output.strip()
+        await said(sandbox, f"(sleep 0.5; kill -CONT {pid}) >/dev/null 2>&1 & true")
+        await sandbox.exec(["kill", "-STOP", pid], timeout_s=20)
+        with anyio.move_on_after(0.01):
+            await said(sandbox, "sleep 1000; touch late")
+        assert (await said(sandbox, "echo $X; ls; cat /proc/[0-9]*/comm | grep sleep")).output == "kept\n"
+
+
 async def test_paused_processes_do_nothing_until_they_are_resumed():
     async with running() as sandbox:
         await said(sandbox, "(while :; do echo x >> log; done) & until [ -s log ]; do :; done")

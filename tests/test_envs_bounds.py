@@ -78,6 +78,13 @@ async def test_nothing_of_a_bounded_worker_is_left():
     await until_gone(child)
 
 
+@pytest.mark.usefixtures("bounded")
+def test_who_looks_at_a_worker_that_is_being_buried_sees_no_excess():
+    bounding = Bounding(BOUNDS, pool_module.find_cgroups())
+    bounding.remove()
+    assert not bounding.is_exceeded(os.getpid())
+
+
 def test_without_a_cgroup_a_share_of_cores_is_rounded_up_and_spread():
     cores = os.sched_getaffinity(0)
     bounding = Bounding(WorkerBounds(cpus=0.5), None)

@@ -114,7 +114,7 @@ async def test_what_a_call_came_to_is_answered_after_the_server_was_killed(tmp_p
             while (await client.state()).programs[0].phase != "calling":  # noqa: ASYNC110
                 await anyio.sleep(0.01)
             # What ended is written within one commit, which nobody waits for.
-            await anyio.sleep(0.2)
+            await anyio.sleep(1.0)
             group.cancel_scope.cancel()
         process.kill()
         process.wait()

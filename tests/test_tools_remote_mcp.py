@@ -154,7 +154,7 @@ async def test_a_server_that_dies_fails_the_call_under_way_and_is_started_again(
         # Killed while nobody asks, too.
         os.kill(again, signal.SIGKILL)
         await until_gone(again)
-        await anyio.sleep(0.1)
+        await anyio.sleep(1.0)  # so that the pipe's end has been seen
         assert await pid_of(tools) not in {pid, again}
 
 

@@ -19,7 +19,7 @@ from sostenuto.errors import SostenutoError, Unsupported
 from sostenuto.sandbox.docker import inside
 from sostenuto.sandbox.docker.address import find_socket
 from sostenuto.sandbox.docker.calls import Calls
-from sostenuto.sandbox.docker.container import DockerSandbox, Ground, place_files, remove_container
+from sostenuto.sandbox.docker.container import DockerSandbox, Ground, place_files, remove_of
 from sostenuto.sandbox.docker.images import Images, Wanted
 from sostenuto.sandbox.docker.inside import WORKSPACE
 from sostenuto.sandbox.docker.labels import labels_of, reclaim_containers, remove_own_images
@@ -193,7 +193,7 @@ def _launch(ground: Ground, plan: ContainerPlan, files: dict[str, bytes]) -> str
 def _undo(ground: Ground, launch: "Future[str]", name: str) -> None:
     """Remove what the launch has made, once it is over."""
     launch.exception()
-    remove_container(ground, name)
+    remove_of(ground, name)
 
 
 def _environment(blueprint: Blueprint) -> dict[str, str]:

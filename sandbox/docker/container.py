@@ -1,6 +1,5 @@
 """A sandbox that is a container."""
 
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
@@ -15,10 +14,11 @@ from sostenuto.sandbox.docker.calls import Calls
 from sostenuto.sandbox.docker.execs import Site, execute
 from sostenuto.sandbox.docker.files import Files
 from sostenuto.sandbox.docker.images import Images
+from sostenuto.sandbox.docker.removal import remove_container
 from sostenuto.sandbox.docker.shell import ContainerShell
 from sostenuto.sandbox.docker.stream import Stream
 from sostenuto.sandbox.docker.tars import Packer
-from sostenuto.sandbox.docker.typed import Conflict, ContainerPlan, Daemon, Missing
+from sostenuto.sandbox.docker.typed import Conflict, ContainerPlan, Daemon
 from sostenuto.sandbox.docker.wire import Wire
 from sostenuto.sandbox.protocol import SandboxUsage, ShellResult, Snapshot
 
@@ -26,8 +26,6 @@ T = TypeVar("T")
 _COMMIT_S = 600.0
 _TRANSFER_S = 300.0
 _STOP_S = 60.0
-_GONE_S = 20.0
-_LOOK_AGAIN_S = 0.02
 _COUNT_S = 10.0
 
 
@@ -195,24 +193,14 @@ class DockerSandbox:
         """Begin what `stop` waits for; it goes on although nobody waits."""
         failed = self._removal is not None and self._removal.done() and self._removal.exception()
         if self._removal is None or failed:
-            self._removal = self._ground.calls.begin(partial(remove_container, self._ground, self._container))
+            self._removal = self._ground.calls.begin(partial(remove_of, self._ground, self._container))
         self._stream.close()
         return self._removal
 
 
-def remove_container(ground: Ground, container: str) -> None:
-    """End and remove it; what is already gone is fine.  Blocks until it is gone."""
-    daemon = ground.daemon
-    give_up_s = time.monotonic() + _GONE_S
-    while time.monotonic() < give_up_s:
-        try:
-            daemon.remove(container)
-        except Missing:
-            break
-        except Conflict:  # its removal is in progress
-            time.sleep(_LOOK_AGAIN_S)
-    else:
-        raise SandboxError(f"container {container} cannot be removed")
+def remove_of(ground: Ground, container: str) -> None:
+    """End and remove it, and then the images that only it still used.  Blocks."""
+    remove_container(ground.daemon, container)
     ground.images.sweep()
 
 

@@ -7,7 +7,6 @@ It is made once for each (image, template as it is now), by whoever needs it fir
 import hashlib
 import os
 import secrets
-import time
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,13 +18,12 @@ import anyio
 from sostenuto.errors import SandboxError
 from sostenuto.sandbox.docker.calls import Calls
 from sostenuto.sandbox.docker.inside import WORKSPACE
+from sostenuto.sandbox.docker.removal import remove_container
 from sostenuto.sandbox.docker.tars import Packer
 from sostenuto.sandbox.docker.typed import Conflict, ContainerPlan, Daemon, Missing
 from sostenuto.sandbox.protocol import Snapshot
 
 _PULL_S = 1800.0
-_DISCARDS = 100
-_DISCARD_PAUSE_S = 0.1
 _BUILD_S = 600.0
 
 
@@ -101,19 +99,7 @@ class Images:
                 self._daemon.place(container, "/", packer.archive())
             self._daemon.commit(container, reference, plan.labels)
         finally:
-            self._discard(container)
-
-    def _discard(self, container: str) -> None:
-        """Remove it; what the daemon still does with it may have to end first."""
-        for _ in range(_DISCARDS):
-            try:
-                self._daemon.remove(container)
-            except Missing:
-                return
-            except Conflict:
-                time.sleep(_DISCARD_PAUSE_S)
-            else:
-                return
+            remove_container(self._daemon, container)
 
     def new_reference(self) -> str:
         return f"{self._repository}:snapshot-{secrets.token_hex(8)}"

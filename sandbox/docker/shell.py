@@ -16,8 +16,8 @@ from sostenuto.sandbox.docker import inside
 from sostenuto.sandbox.docker.stream import Stream
 from sostenuto.sandbox.output import HeadTail
 from sostenuto.sandbox.protocol import ShellResult
+from sostenuto.sandbox.shell import refusal_of
 
-_COMMAND_BYTES = 1 << 20
 _REPLY_S = 10.0
 """For answers that need no command to run; far above what a loaded machine needs."""
 _PATIENCE_S = 0.05
@@ -86,7 +86,7 @@ class ContainerShell:
 
     async def run(self, command: str, timeout_s: float, output_bytes: int) -> ShellResult:
         """Run one command to its end or its deadline; cancelled, it ends the command."""
-        refusal = _refusal(command)
+        refusal = refusal_of(command)
         if refusal:
             return ShellResult(_NOBODY_LISTENS, refusal)
         async with self._turn:
@@ -215,12 +215,3 @@ class ContainerShell:
         token = secrets.token_hex(16)
         await self._stream.send(f":{inside.report(token)}\n")
         return (await self._expect(token, sink))[0] == token
-
-
-def _refusal(command: str) -> str:
-    try:
-        if len(command.encode()) > _COMMAND_BYTES:
-            return f"the command is longer than {_COMMAND_BYTES} bytes; write it to a file and run that"
-    except UnicodeEncodeError:
-        pass
-    return "the command has a zero byte" if "\0" in command else ""

@@ -1,0 +1,22 @@
+"""The end of a container."""
+
+import time
+
+from sostenuto.errors import SandboxError
+from sostenuto.sandbox.docker.typed import Conflict, Daemon, Missing
+
+_GONE_S = 20.0
+_LOOK_AGAIN_S = 0.02
+
+
+def remove_container(daemon: Daemon, container: str) -> None:
+    """End and remove it; what is already gone is fine.  Blocks until it is gone; SandboxError if it stays."""
+    give_up_s = time.monotonic() + _GONE_S
+    while time.monotonic() < give_up_s:
+        try:
+            daemon.remove(container)
+        except Missing:
+            return
+        except Conflict:  # its removal is in progress
+            time.sleep(_LOOK_AGAIN_S)
+    raise SandboxError(f"container {container} cannot be removed")
