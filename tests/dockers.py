@@ -83,7 +83,8 @@ async def none_left(root: Path) -> bool:
     with anyio.move_on_after(_PATIENCE_S):
         while await anyio.to_thread.run_sync(containers, root):  # noqa: ASYNC110 - a daemon sets no event
             await anyio.sleep(0.05)
-    return not containers(root)
+        return True
+    return False
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from dockers import IMAGE, backend_at, docker_root, images, needs_docker, running, said
+from sandboxes import cancelled_at
 from sostenuto.errors import SandboxError, Unsupported
 from sostenuto.sandbox.choose import choose_backend
 from sostenuto.sandbox.docker.address import find_socket
@@ -16,6 +17,8 @@ from sostenuto.sandbox.docker.typed import Daemon
 from sostenuto.sandbox.protocol import Blueprint
 
 pytestmark = needs_docker
+_MANY = 20
+"""More awaits than preparing has."""
 
 
 @pytest.fixture
@@ -49,6 +52,17 @@ async def test_one_layer_serves_all_and_a_changed_template_gets_another(template
         assert len(images(root)) == 2
         assert (await sandbox.usage()).disk_bytes < 1000
         await sandbox.stop()
+
+
+async def test_a_layer_that_nobody_waits_for_any_more_is_made_once(template: Path):
+    with docker_root() as root:
+        backend = backend_at(root)
+        for n in range(_MANY):
+            if not await cancelled_at(backend.prepare(Blueprint(str(template))), n):
+                break
+        else:
+            pytest.fail("prepare has more awaits than are tried")
+        assert len(images(root)) == 1
 
 
 async def test_a_layer_that_was_removed_is_made_again(template: Path):

@@ -1,13 +1,15 @@
 """Images: present before they are needed, and one more layer for the workspace of each template.
 
 The layer holds /workspace with the template's content, and every sandbox of an environment starts from it.
-It is made once for each (image, template as it is now), by whoever needs it first; the others wait.
+It is made once for each (image, template as it is now), begun by whoever needs it first; the others wait.
+Who gives up waiting ends only the wait.
 """
 
 import hashlib
 import os
 import secrets
 from collections import defaultdict
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,8 +49,8 @@ class Images:
         self._one_at_a_time: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
         self._present: dict[str, str] = {}
         """Identities of the images that have been seen here."""
-        self._made: dict[str, str] = {}
-        """References of workspace images, by what they were made of."""
+        self._builds: dict[str, Future[str]] = {}
+        """References of workspace images, by what they are made of."""
         self._forgotten: set[str] = set()
         """Snapshots that nobody wants and that a container still uses."""
 
@@ -56,14 +58,10 @@ class Images:
         """The reference of the workspace's image; pulls and builds what is missing."""
         identity = await self._pulled(wanted.image)
         key = f"{identity} {await self.fingerprint(wanted.template)}"
-        async with self._one_at_a_time[key]:
-            if key not in self._made:
-                tag = hashlib.sha256(key.encode()).hexdigest()[:32]
-                reference = f"{self._repository}:{tag}"
-                build = partial(self._build, wanted, reference)
-                await self._calls.run(build, _BUILD_S)
-                self._made[key] = reference
-            return self._made[key]
+        build = self._builds.get(key)
+        if build is None or (build.done() and build.exception() is not None):
+            build = self._builds[key] = self._calls.begin(partial(self._build, wanted, key))
+        return await self._calls.wait(build, _BUILD_S)
 
     async def fingerprint(self, template: str | None) -> str:
         """Changes with the names, modes, sizes and times of the files in a template."""
@@ -74,7 +72,7 @@ class Images:
     def doubt(self) -> None:
         """Something that was present is not: ask the daemon again."""
         self._present.clear()
-        self._made.clear()
+        self._builds.clear()
 
     async def _pulled(self, reference: str) -> str:
         async with self._one_at_a_time[reference]:
@@ -88,7 +86,8 @@ class Images:
                 self._present[reference] = found
             return self._present[reference]
 
-    def _build(self, wanted: Wanted, reference: str) -> None:
+    def _build(self, wanted: Wanted, key: str) -> str:
+        reference = f"{self._repository}:{hashlib.sha256(key.encode()).hexdigest()[:32]}"
         plan = replace(self._plan, name=f"sostenuto-{secrets.token_hex(8)}", image=wanted.image)
         container = self._daemon.create(plan)
         try:
@@ -100,6 +99,7 @@ class Images:
             self._daemon.commit(container, reference, plan.labels)
         finally:
             remove_container(self._daemon, container)
+        return reference
 
     def new_reference(self) -> str:
         return f"{self._repository}:snapshot-{secrets.token_hex(8)}"
