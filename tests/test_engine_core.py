@@ -309,6 +309,7 @@ def test_score_equals_plain_transformers(desk: Desk, module: PreTrainedModel, le
         ({"token_ids": [1], "sampling": {"stop_strings": [""]}}, "stop_strings"),
         ({"token_ids": [1], "min_version": "0.1"}, "0.1 is wanted, 0.0 is served"),
         ({"token_ids": [1], "min_version": "x"}, "EPOCH.NUMBER"),
+        ({"token_ids": [1], "routed_experts": True}, "routed_experts, which this engine cannot do"),
     ],
 )
 def test_a_wrong_request_is_refused_by_field(desk: Desk, fields: dict[str, Any], named: str):

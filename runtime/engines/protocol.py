@@ -1,4 +1,7 @@
-"""What the dispatcher needs of an engine.  Every call raises EngineError at its deadline."""
+"""What the dispatcher needs of an engine.  Every call raises EngineError at its deadline.
+
+What an engine cannot do is missing from the `features` of its capabilities, and raises EngineError.
+"""
 
 from typing import Protocol
 

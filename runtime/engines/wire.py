@@ -5,6 +5,10 @@
     POST /generate                GenerateRequest -> GenerateReply     one reply at turn end
     POST /abort                   {"request_id"}  -> {}                exact id; generate then answers
     POST /release                 {"program_id"}  -> {}                idempotent; gives up the held KV
+    POST /offload                 {"program_id"}  -> {}                idempotent; held KV to the lower tier
+    POST /restore                 {"program_id"}  -> {}                idempotent; and back, ahead of its turn
+    POST /pause                   {"mode"}        -> {}                idempotent; see PauseMode
+    POST /resume                  -> {}                                idempotent
     POST /score                   ScoreRequest    -> ScoreReply
     POST /update/prepare          Manifest -> {}   copies and verifies beside the old weights
     POST /update/commit           CommitRequest   -> CommitReply       swaps between two steps
@@ -23,17 +27,62 @@ class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Feature(StrEnum):
+    """What not every engine can do.  Asked for where it is missing, it is refused (400, "unsupported")."""
+
+    HOLD = "hold"
+    """Keeps a program's KV between its turns, until `release`."""
+    OFFLOAD = "offload"
+    """Has a lower tier of memory for held KV."""
+    SCORE = "score"
+    UPDATE = "update"
+    """Takes new weights while it serves."""
+    PAUSE = "pause"
+    STREAM = "stream"
+    TRUNCATION = "truncation"
+    """top_p, top_k and min_p."""
+    PENALTIES = "penalties"
+    GRAMMAR = "grammar"
+    TOP_LOGPROBS = "top_logprobs"
+    ROUTED_EXPERTS = "routed_experts"
+
+
+class Grammar(Wire):
+    """What the sampled text must be; exactly one of the fields."""
+
+    json_schema: str | None = None
+    """A JSON schema, as JSON."""
+    regex: str | None = None
+    lark: str | None = None
+    """A grammar in Lark's EBNF."""
+
+
 class Sampling(Wire):
     """How the next token is drawn.
 
     The noise depends on (seed, position in the context) alone.  Temperature 0 is greedy; its
-    log-probabilities are those of temperature 1.
+    log-probabilities are those of temperature 1.  In this order: penalties change the logits, the
+    temperature divides them, top_k, top_p and min_p leave out tokens, and what is left is drawn from.
+    Log-probabilities are those of the distribution that was drawn from.
     """
 
     temperature: float = Field(default=1.0, ge=0)
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    top_k: int = Field(default=0, ge=0)
+    """Only the most probable tokens; 0: all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Only the smallest set of most probable tokens that has at least this probability."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Only tokens at least this times as probable as the most probable one."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Divides positive and multiplies negative logits of tokens of the context (Keskar et al. 2019)."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that this turn has sampled."""
+    frequency_penalty: float = 0.0
+    """Taken from the logits for each time that this turn has sampled the token."""
+    grammar: Grammar | None = None
 
 
 class GenerateRequest(Wire):
@@ -47,6 +96,46 @@ class GenerateRequest(Wire):
     """Keep the program's KV when the turn ends, until `release`."""
     min_version: str | None = None
     """Refused (409) while the engine serves an older one."""
+    priority: int = 0
+    """Among requests that wait in the engine, higher goes first."""
+    salt: str = ""
+    """Only programs with the same salt share KV."""
+    top_logprobs: int = Field(default=0, ge=0)
+    """Also return this many most probable tokens of each position."""
+    routed_experts: bool = False
+    """Also return which experts each token was routed to."""
+
+
+class WireSpan(Wire):
+    """Tokens of a turn that is still being sampled."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    version: str
+
+
+class PauseMode(StrEnum):
+    """What becomes of the requests that run; new ones wait for `resume` in each mode."""
+
+    KEEP = "keep"
+    """They stand still, with their KV."""
+    RETRACT = "retract"
+    """They wait with the new ones, and prefill again what they have; no token is lost."""
+    ABORT = "abort"
+    """They are answered with the tokens they have."""
+    FINISH = "finish"
+    """They run to their end; `pause` answers when the last one has."""
+
+
+class RoutedExperts(Wire):
+    """The experts of each token that was computed: all but the last sampled one."""
+
+    start: int
+    """Position in the context of the first token."""
+    shape: tuple[int, int, int]
+    """(tokens, mixture-of-experts layers, experts a token)."""
+    data: str
+    """Base64 of the expert numbers, little-endian int16 in C order."""
 
 
 class WireVersionSpan(Wire):
@@ -76,6 +165,9 @@ class GenerateReply(Wire):
     prefill_s: float
     decode_s: float
     pause_s: float = 0.0
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """For each sampled token the most probable ones (token, log-probability), best first."""
+    routed_experts: RoutedExperts | None = None
 
 
 class ScoreRequest(Wire):
@@ -83,12 +175,15 @@ class ScoreRequest(Wire):
     start: int = Field(ge=1)
     """First position to score; needs a token before it."""
     temperature: float = Field(default=1.0, gt=0)
+    top_logprobs: int = Field(default=0, ge=0)
 
 
 class ScoreReply(Wire):
     logprobs: list[float]
     """Of token_ids[start:], each given all tokens before it."""
     version: str
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """At each of these positions, best first."""
 
 
 class Capabilities(Wire):
@@ -110,6 +205,13 @@ class Capabilities(Wire):
     version: str
     dtype: str
     threads: int
+    kind: str = "embedded"
+    """embedded, vllm or sglang."""
+    features: frozenset[Feature] = frozenset()
+    lower_tokens: int = 0
+    """Room of the lower tier; 0: there is none."""
+    lower_tokens_s: float = 0.0
+    """Tokens a second that come back from it."""
 
 
 class Load(Wire):

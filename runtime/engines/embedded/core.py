@@ -11,24 +11,24 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
 
-from sostenuto.runtime.engines.embedded.attention import Chunk, Decode, Step
+from sostenuto.runtime.engines.embedded.checks import Checks
 from sostenuto.runtime.engines.embedded.model import Model
+from sostenuto.runtime.engines.embedded.packing import Plan, plan
 from sostenuto.runtime.engines.embedded.pool import Pool
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.sampling import Draws, draw
 from sostenuto.runtime.engines.embedded.scoring import ScoreJob
-from sostenuto.runtime.engines.embedded.tensors import as_tensor
 from sostenuto.runtime.engines.embedded.turn import StopStrings, Turn, tagged
 from sostenuto.runtime.engines.embedded.weights import Weights
 from sostenuto.runtime.engines.wire import (
     Capabilities,
     CommitReply,
     CommitRequest,
+    Feature,
     FinishReason,
     GenerateReply,
     GenerateRequest,
@@ -38,10 +38,9 @@ from sostenuto.runtime.engines.wire import (
 )
 from sostenuto.types import Version
 
-_CHUNK_TOKENS = 512
-"""Prompt tokens in one step, of all requests together."""
-
 _SEED_MASK = (1 << 64) - 1
+
+FEATURES = frozenset({Feature.HOLD, Feature.SCORE, Feature.UPDATE})
 
 
 @dataclass(slots=True)
@@ -54,19 +53,6 @@ class _Counters:
     pause_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
-    """One step: whose tokens are fed, in packed order, and who samples."""
-
-    fed: list[tuple[Turn, int]]
-    """With how many tokens each."""
-    sampling: list[Turn]
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    wanted: torch.Tensor
-    step: Step
-
-
 class Core:
     """Continuous batching over one model."""
 
@@ -77,6 +63,7 @@ class Core:
         self.weights = Weights(model.module, version)
         self._limit = min(model.context_tokens, kv_tokens)
         self._pool = Pool(model.shape, kv_tokens=kv_tokens, widest=self._limit, concurrency=concurrency)
+        self._checks = Checks(model, kv_tokens, self._limit, FEATURES)
         self._threads = threads
         self._waiting: list[Turn] = []
         self._scores: list[ScoreJob] = []
@@ -101,6 +88,7 @@ class Core:
             version=str(self.weights.version),
             dtype=str(model.shape.dtype).removeprefix("torch."),
             threads=self._threads,
+            features=FEATURES,
         )
 
     def load(self) -> Load:
@@ -123,8 +111,7 @@ class Core:
     def submit(self, request: GenerateRequest, answer: Callable[[GenerateReply | Refusal], None]) -> None:
         """Queue a request, or raise Refusal."""
         self._refuse_when_broken()
-        self._check_tokens(request.token_ids, below=self._model.vocabulary_size)
-        self._check_generate(request)
+        self._checks.generate(request, self.weights.version, (*self._waiting, *self._pool.running))
         context = np.asarray(request.token_ids, dtype=np.int32)
         tokens = np.empty(min(len(context) + request.max_new_tokens, self._limit), dtype=np.int32)
         tokens[: len(context)] = context
@@ -144,12 +131,7 @@ class Core:
     def score(self, request: ScoreRequest, answer: Callable[[ScoreReply | Refusal], None]) -> None:
         """Queue tokens to be scored, or raise Refusal."""
         self._refuse_when_broken()
-        self._check_tokens(request.token_ids, below=self._model.tokenizer_size)
-        if request.start >= len(request.token_ids):
-            message = f"start: {request.start}, but there are {len(request.token_ids)} tokens"
-            raise Refusal(400, "start", message, "score at least one token")
-        if len(request.token_ids) > self._model.context_tokens:
-            raise self._too_long("token_ids", len(request.token_ids))
+        self._checks.score(request)
         self._scores.append(ScoreJob(request, answer))
 
     def abort(self, request_id: str, *, hold: bool = True) -> None:
@@ -202,7 +184,7 @@ class Core:
             self._waiting.insert(0, turn)
         self._admit()
         if self._pool.running:
-            self._compute(self._plan())
+            self._compute(plan(self._pool, self._model.shape.device))
         if self._scores and self._scores[0].advance(self._model, self.weights.version):
             self._scores.pop(0)
         self._counters.busy_s += time.monotonic() - started_s
@@ -223,62 +205,15 @@ class Core:
                 turn.admitted_s = time.monotonic()
                 self._counters.cached_tokens += match.tokens
 
-    def _plan(self) -> _Plan:
-        fed: list[tuple[Turn, int]] = []
-        decodes: list[Decode] = []
-        device = self._model.shape.device
-        for lane in self._pool.lanes:
-            if not lane.decoding:
-                continue
-            turns = cast("list[Turn]", lane.occupants)[: lane.decoding]
-            last = [turn.length - 1 for turn in turns]
-            positions = torch.tensor(last, device=device)
-            decodes.append(Decode(len(fed), lane.keys, lane.values, positions, max(last) + 1))
-            fed.extend((turn, 1) for turn in turns)
-        return self._packed(fed, decodes, self._chunks(fed))
-
-    def _chunks(self, fed: list[tuple[Turn, int]]) -> list[Chunk]:
-        """Prompt tokens for this step, oldest request first; what is fed is added to `fed`."""
-        budget, first = _CHUNK_TOKENS, len(fed)
-        chunks: list[Chunk] = []
-        for turn in self._pool.running:
-            assert turn.lane is not None
-            if turn.row < turn.lane.decoding or not budget:
-                continue
-            count = min(turn.length - turn.computed, budget)
-            keys, values = turn.lane.keys[:, turn.row], turn.lane.values[:, turn.row]
-            chunks.append(Chunk(first, keys, values, turn.computed, count))
-            fed.append((turn, count))
-            first += count
-            budget -= count
-        return chunks
-
-    def _packed(self, fed: list[tuple[Turn, int]], decodes: list[Decode], chunks: list[Chunk]) -> _Plan:
-        token_ids = np.concatenate(
-            [turn.tokens[turn.computed : turn.computed + count] for turn, count in fed]
-        )
-        positions = np.concatenate([np.arange(turn.computed, turn.computed + count) for turn, count in fed])
-        ends = np.cumsum([count for _, count in fed]) - 1
-        done = [turn.computed + count == turn.length for turn, count in fed]
-        device = self._model.shape.device
-        return _Plan(
-            fed=fed,
-            sampling=[turn for (turn, _), samples in zip(fed, done, strict=True) if samples],
-            token_ids=as_tensor(token_ids.astype(np.int64), device),
-            positions=as_tensor(positions, device),
-            wanted=as_tensor(ends[done] if any(done) else ends[-1:], device),
-            step=Step(tuple(decodes), tuple(chunks)),
-        )
-
-    def _compute(self, plan: _Plan) -> None:
-        logits = self._model.forward(plan.token_ids, plan.positions, plan.wanted, plan.step)
+    def _compute(self, planned: Plan) -> None:
+        logits = self._model.forward(planned.token_ids, planned.positions, planned.wanted, planned.step)
         version = self.weights.version
-        for turn, count in plan.fed:
+        for turn, count in planned.fed:
             turn.tags = tagged(turn.tags, version, turn.computed)
             turn.computed += count
-        self._counters.prefilled_tokens += sum(chunk.count for chunk in plan.step.chunks)
-        if plan.sampling:
-            self._sample(plan.sampling, logits)
+        self._counters.prefilled_tokens += sum(chunk.count for chunk in planned.step.chunks)
+        if planned.sampling:
+            self._sample(planned.sampling, logits)
 
     def _sample(self, turns: list[Turn], logits: torch.Tensor) -> None:
         samplings = [turn.request.sampling for turn in turns]
@@ -330,41 +265,3 @@ class Core:
 
     def _broken(self, why: str) -> Refusal:
         return Refusal(503, "broken_weights", why, "publish a full version again, or start the engine again")
-
-    def _check_tokens(self, token_ids: list[int], *, below: int) -> None:
-        if not token_ids:
-            raise Refusal(400, "token_ids", "token_ids: is empty", "send at least one token")
-        if wrong := [token for token in token_ids if not 0 <= token < below]:
-            message = f"token_ids: {wrong[0]} is not in the model's vocabulary of {below}"
-            raise Refusal(400, "token_ids", message, "use the tokenizer of the model folder")
-
-    def _check_generate(self, request: GenerateRequest) -> None:
-        if len(request.token_ids) >= self._limit:
-            raise self._too_long("token_ids", len(request.token_ids))
-        if any(not string for string in request.sampling.stop_strings):
-            raise Refusal(400, "stop_strings", "stop_strings: one is empty", "leave it out")
-        if request.min_version is not None:
-            self._check_version(request.min_version)
-        known = (*self._waiting, *self._pool.running)
-        if any(turn.request.request_id == request.request_id for turn in known):
-            message = f"request_id: {request.request_id!r} is running"
-            raise Refusal(409, "request_id", message, "give each request an id of its own")
-
-    def _check_version(self, text: str) -> None:
-        try:
-            wanted = Version.parse(text)
-        except ValueError as exc:
-            message = f"min_version: {text!r} is not EPOCH.NUMBER"
-            raise Refusal(400, "min_version", message, "send it as '0.7'") from exc
-        if self.weights.version < wanted:
-            message = f"min_version: {wanted} is wanted, {self.weights.version} is served"
-            raise Refusal(409, "version", message, "wait until the update is committed")
-
-    def _too_long(self, field: str, tokens: int) -> Refusal:
-        message = (
-            f"{field}: {tokens} tokens and one to sample do not fit: the context has "
-            f"{self._model.context_tokens} tokens, the KV pool {self._pool.kv_tokens}"
-        )
-        return Refusal(
-            413, "too_long", message, "shorten the context, or start the engine with more KV tokens"
-        )

@@ -1,0 +1,27 @@
+"""What a request asks of an engine."""
+
+from sostenuto.runtime.engines.wire import Feature, GenerateRequest, Sampling, ScoreRequest
+
+
+def missing(request: GenerateRequest | ScoreRequest, features: frozenset[Feature]) -> list[Feature]:
+    """What the request needs and an engine with `features` has not; empty when it can be served."""
+    return sorted(_needed(request) - features)
+
+
+def _needed(request: GenerateRequest | ScoreRequest) -> set[Feature]:
+    needs = {Feature.TOP_LOGPROBS} if request.top_logprobs else set[Feature]()
+    if isinstance(request, ScoreRequest):
+        return needs | {Feature.SCORE}
+    if request.routed_experts:
+        needs.add(Feature.ROUTED_EXPERTS)
+    return needs | _needed_to_sample(request.sampling)
+
+
+def _needed_to_sample(sampling: Sampling) -> set[Feature]:
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    asked = {
+        Feature.TRUNCATION: (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1.0, 0.0),
+        Feature.PENALTIES: penalties != (1.0, 0.0, 0.0),
+        Feature.GRAMMAR: sampling.grammar is not None,
+    }
+    return {feature for feature, is_asked in asked.items() if is_asked}
