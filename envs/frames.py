@@ -27,6 +27,8 @@ from sostenuto.types import Episode
 T = TypeVar("T")
 
 MAX_FRAME_BYTES = 256 << 20
+MOST_BYTES = MAX_FRAME_BYTES - (1 << 20)
+"""Of the content of one frame, besides names and paths."""
 _LENGTH = struct.Struct(">I")
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
@@ -102,6 +104,16 @@ class Shell(Frame, frozen=True, tag=True):
     output_bytes: int
 
 
+class Exec(Frame, frozen=True, tag=True):
+    """Answered with a ShellResult."""
+
+    program_id: str
+    argv: tuple[str, ...]
+    stdin: bytes
+    timeout_s: float
+    output_bytes: int
+
+
 class Read(Frame, frozen=True, tag=True):
     program_id: str
     path: str
@@ -112,6 +124,20 @@ class Write(Frame, frozen=True, tag=True):
     program_id: str
     path: str
     content: bytes
+
+
+class Upload(Frame, frozen=True, tag=True):
+    program_id: str
+    path: str
+    archive: bytes
+
+
+class Download(Frame, frozen=True, tag=True):
+    """Answered with a tar."""
+
+    program_id: str
+    path: str
+    max_bytes: int
 
 
 class Reply(Frame, frozen=True, tag=True):
@@ -127,7 +153,9 @@ class Cancel(Frame, frozen=True, tag=True):
     """Stop working on a request.  It is answered all the same."""
 
 
-Request = Hello | Load | Prepare | Call | Score | Release | Ping | Shell | Read | Write
+Lent = Shell | Exec | Read | Write | Upload | Download
+"""What a worker asks of the sandboxes that are lent to its programs."""
+Request = Hello | Load | Prepare | Call | Score | Release | Ping | Lent
 
 
 class Declared(msgspec.Struct, frozen=True):
@@ -229,7 +257,9 @@ class Channel(asyncio.Protocol):
             end = start + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            self._receive(bytes(self._buffer[start + _LENGTH.size : end]))
+            with memoryview(self._buffer) as view:
+                data = bytes(view[start + _LENGTH.size : end])
+            self._receive(data)
             start = end
         del self._buffer[:start]
 

@@ -1,9 +1,22 @@
 """The server's side of `self.sandbox`: uses the sandboxes lent to programs for the worker that asks."""
 
 from collections.abc import Callable
+from typing import assert_never
 
 from sostenuto.envs.cancellation import Cancellable
-from sostenuto.envs.frames import Cancel, Channel, Read, Request, Shell, Write
+from sostenuto.envs.frames import (
+    MOST_BYTES,
+    Cancel,
+    Channel,
+    Download,
+    Exec,
+    Lent,
+    Read,
+    Request,
+    Shell,
+    Upload,
+    Write,
+)
 from sostenuto.errors import SandboxError, ToolServerError
 from sostenuto.sandbox.protocol import Sandbox
 
@@ -36,7 +49,7 @@ class Lending:
         if isinstance(frame, Cancel):
             if frame.id in self._serving:
                 self._serving[frame.id].cancel()
-        elif isinstance(frame, Shell | Read | Write):
+        elif isinstance(frame, Lent):
             work = self._serving[frame.id] = Cancellable(frame.program_id)
             self._start_soon(self._serve, frame, work)
         else:
@@ -44,7 +57,7 @@ class Lending:
                 frame.id, ToolServerError(f"the server does not answer {type(frame).__name__}")
             )
 
-    async def _serve(self, frame: Shell | Read | Write, work: Cancellable) -> None:
+    async def _serve(self, frame: Lent, work: Cancellable) -> None:
         try:
             with work.scope() as scope:
                 self._channel.reply(frame.id, await self._use(frame))
@@ -56,16 +69,34 @@ class Lending:
         finally:
             del self._serving[frame.id]
 
-    async def _use(self, frame: Shell | Read | Write) -> object:
+    async def _use(self, frame: Lent) -> object:
         sandbox = self._sandboxes.get(frame.program_id)
         if sandbox is None:
             raise SandboxError(f"program {frame.program_id} has no sandbox any more")
         match frame:
             case Shell():
                 return await sandbox.shell(
-                    frame.command, timeout_s=frame.timeout_s, output_bytes=frame.output_bytes
+                    frame.command, timeout_s=frame.timeout_s, output_bytes=_fitting(frame.output_bytes)
+                )
+            case Exec():
+                return await sandbox.exec(
+                    frame.argv,
+                    stdin=frame.stdin,
+                    timeout_s=frame.timeout_s,
+                    output_bytes=_fitting(frame.output_bytes),
                 )
             case Read():
-                return await sandbox.read(frame.path, max_bytes=frame.max_bytes)
+                return await sandbox.read(frame.path, max_bytes=_fitting(frame.max_bytes))
             case Write():
                 return await sandbox.write(frame.path, frame.content)
+            case Upload():
+                return await sandbox.upload(frame.archive, frame.path)
+            case Download():
+                return await sandbox.download(frame.path, max_bytes=_fitting(frame.max_bytes))
+            case _:
+                assert_never(frame)
+
+
+def _fitting(wanted_bytes: int) -> int:
+    """No more than an answer can carry, so that nothing larger is gathered for one."""
+    return min(wanted_bytes, MOST_BYTES)

@@ -13,12 +13,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from typing import assert_never
+from collections.abc import Mapping
 
 import anyio
 import anyio.to_thread
-import msgspec
 from anyio.abc import TaskGroup
 from pydantic import TypeAdapter
 
@@ -34,78 +32,21 @@ from sostenuto.envs.frames import (
     Load,
     Ping,
     Prepare,
-    Read,
     Release,
     Request,
     Score,
-    Shell,
-    Write,
 )
 from sostenuto.envs.occupancy import Page, current
 from sostenuto.envs.program import SETTLE_S, Program, start
 from sostenuto.envs.registry import LoadedEnvironment, load_environment
+from sostenuto.envs.remote_sandbox import RemoteSandbox
 from sostenuto.errors import EnvironmentFailure, ProgramError, SostenutoError, ToolServerError
-from sostenuto.sandbox.protocol import SandboxUsage, ShellResult, Snapshot
 from sostenuto.tools.remote.declared import Remote
 from sostenuto.tools.wire import EnvironmentRef, ToolSchema
 
 _PR_SET_PDEATHSIG = 1
 _TOOLS = TypeAdapter(tuple[ToolSchema, ...])
 _REMOTE = TypeAdapter(tuple[Remote, ...])
-_SHELL_RESULT = msgspec.msgpack.Decoder(ShellResult)
-_BYTES = msgspec.msgpack.Decoder(bytes)
-_NONE = msgspec.msgpack.Decoder(type(None))
-
-
-class RemoteSandbox:
-    """The sandbox that the server lent to a program, as that program's environment sees it."""
-
-    def __init__(self, channel: Channel, program_id: str) -> None:
-        self._channel = channel
-        self._program_id = program_id
-
-    async def shell(self, command: str, *, timeout_s: float, output_bytes: int = 65536) -> ShellResult:
-        frame = Shell(self._channel.next_id(), self._program_id, command, timeout_s, output_bytes)
-        return await self._channel.ask(frame, _SHELL_RESULT)
-
-    async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        frame = Read(self._channel.next_id(), self._program_id, path, max_bytes)
-        return await self._channel.ask(frame, _BYTES)
-
-    async def write(self, path: str, data: bytes) -> None:
-        await self._channel.ask(Write(self._channel.next_id(), self._program_id, path, data), _NONE)
-
-    async def exec(
-        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, output_bytes: int = 65536
-    ) -> ShellResult:
-        raise ToolServerError("an environment runs programs with the shell of its sandbox")
-
-    async def upload(self, archive: bytes, path: str = ".") -> None:
-        raise ToolServerError("an environment writes the files of its sandbox one by one")
-
-    async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
-        raise ToolServerError("an environment reads the files of its sandbox one by one")
-
-    async def snapshot(self) -> Snapshot:
-        raise ToolServerError("a snapshot is taken by the tool server, not by an environment")
-
-    async def usage(self) -> SandboxUsage:
-        raise ToolServerError("a sandbox is measured by the tool server, not by an environment")
-
-    async def is_quiet(self) -> bool:
-        raise ToolServerError("a sandbox is moved by the tool server, not by an environment")
-
-    async def reclaim(self) -> None:
-        raise ToolServerError("a sandbox is reclaimed by the tool server, not by an environment")
-
-    async def pause(self) -> None:
-        raise ToolServerError("a sandbox is paused by the tool server, not by an environment")
-
-    async def resume(self) -> None:
-        raise ToolServerError("a sandbox is resumed by the tool server, not by an environment")
-
-    async def stop(self) -> None:
-        raise ToolServerError("a sandbox is stopped by the tool server, not by an environment")
 
 
 class Worker:
@@ -171,10 +112,8 @@ class Worker:
                 return await self._program(frame.program_id).score(frame.episode, frame.timeout_s)
             case Release():
                 return await self._release(frame)
-            case Hello() | Ping() | Shell() | Read() | Write():
-                raise ToolServerError(f"a worker does not answer {type(frame).__name__}")
             case _:
-                assert_never(frame)
+                raise ToolServerError(f"a worker does not answer {type(frame).__name__}")
 
     async def _load(self, frame: Load) -> Declared:
         ref = EnvironmentRef.model_validate_json(frame.ref_json)

@@ -5,6 +5,8 @@ handle of the sandbox that the tool server lent to that program.
 """
 
 import inspect
+import io
+import tarfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,7 +81,40 @@ class Workspace:
     async def write(self, path: str, content: str | bytes) -> None:
         """Create or replace a workspace file, folders included."""
         with _observed():
-            await self._sandbox.write(path, content.encode() if isinstance(content, str) else content)
+            await self._sandbox.write(path, _bytes(content))
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str | bytes = b"",
+        timeout_s: float | None = None,
+        output_bytes: int = 65536,
+    ) -> ShellResult:
+        """Run a program in the workspace, beside the shell: no quoting, and several at once.
+
+        It has the sandbox's own variables, and none that commands of the shell have set.  Its whole process
+        tree is ended at the deadline, at the tool's own, and when the tool is cancelled.
+        """
+        if isinstance(argv, str):
+            raise TypeError(f"exec: argv is one str, {argv!r:.80}; give a sequence of words, or use `shell`")
+        return await self._sandbox.exec(
+            argv, stdin=_bytes(stdin), timeout_s=_allowed_s(timeout_s), output_bytes=output_bytes
+        )
+
+    async def upload(self, files: bytes | Mapping[str, str | bytes], path: str = ".") -> None:
+        """Unpack a tar (plain, gzip or bzip2), or create files by name, in the folder `path`, which is made.
+
+        One request, however many files.  A ToolError, with nothing written, for an archive that leads out
+        of the folder, holds devices, or is larger than the sandbox's limits allow.
+        """
+        with _observed():
+            await self._sandbox.upload(files if isinstance(files, bytes) else _tar_of(files), path)
+
+    async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
+        """A tar of a file or a folder of the workspace; a ToolError when it is missing or larger."""
+        with _observed():
+            return await self._sandbox.download(path, max_bytes=max_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +175,7 @@ class SandboxSpec:
         """The spec as backends take it; a template that is not a path is looked for in `folder`."""
         return Blueprint(
             template=None if self.template is None else str(_find_template(self.template, folder)),
-            files={path: c.encode() if isinstance(c, str) else c for path, c in self.files.items()},
+            files={path: _bytes(content) for path, content in self.files.items()},
             environment=dict(self.environment),
             limits=SandboxLimits(
                 memory_bytes=self.memory_bytes, processes=self.processes, file_bytes=self.file_bytes
@@ -167,6 +202,21 @@ def _observed() -> Generator[None]:
         yield
     except PathError as error:
         raise ToolError(str(error)) from error
+
+
+def _bytes(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content
+
+
+def _tar_of(files: Mapping[str, str | bytes]) -> bytes:
+    memory = io.BytesIO()
+    with tarfile.open(fileobj=memory, mode="w") as tar:
+        for name, content in files.items():
+            data = _bytes(content)
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return memory.getvalue()
 
 
 def _find_template(template: str, folder: Path) -> Path:

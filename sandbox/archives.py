@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import IO, BinaryIO, cast
 
 from sostenuto.errors import PathError
 from sostenuto.sandbox.walk import give, walking
@@ -42,18 +42,23 @@ class Bound:
     total_bytes: int
 
 
-def unpack(workspace: int, archive: bytes, path: str, bound: Bound, *, uid: int | None = None) -> None:
+def unpack(
+    workspace: int, archive: bytes | IO[bytes], path: str, bound: Bound, *, uid: int | None = None
+) -> None:
     """Unpack a tar, also compressed by gzip or bzip2, into the folder `path`, which is created.
+
+    A file is read twice, from its beginning, and may not change meanwhile.
 
     Raises PathError, and has then written nothing, for an archive that cannot be read or holds more than
     `bound`, devices, pipes, or names and hard links that lead out of it.
     """
-    for _ in _members(archive, bound):
+    source = io.BytesIO(archive) if isinstance(archive, bytes) else archive
+    for _ in _members(source, bound):
         pass
     with walking(workspace, path, make=True, uid=uid, links=False) as walk:
         walk.to_end()
         folders: list[tarfile.TarInfo] = []
-        for member, content in _members(archive, bound):
+        for member, content in _members(source, bound):
             _write(walk.here, member, content, uid)
             if member.isdir():
                 folders.append(member)
@@ -61,7 +66,7 @@ def unpack(workspace: int, archive: bytes, path: str, bound: Bound, *, uid: int 
             _set_mode(walk.here, member)
 
 
-def _members(archive: bytes, bound: Bound) -> Generator[tuple[tarfile.TarInfo, BinaryIO | None]]:
+def _members(archive: IO[bytes], bound: Bound) -> Generator[tuple[tarfile.TarInfo, BinaryIO | None]]:
     """Each member with its content, checked; the content is to be read before the next is asked for."""
     source = _Bounded(_decompressed(archive), bound.total_bytes)
     left_bytes = bound.total_bytes
@@ -81,11 +86,13 @@ def _members(archive: bytes, bound: Bound) -> Generator[tuple[tarfile.TarInfo, B
                 pass
 
 
-def _decompressed(archive: bytes) -> BinaryIO:
-    memory = io.BytesIO(archive)
-    if archive.startswith(b"\x1f\x8b"):
-        return cast("BinaryIO", gzip.GzipFile(fileobj=memory))
-    return cast("BinaryIO", bz2.BZ2File(memory)) if archive.startswith(b"BZh") else memory
+def _decompressed(archive: IO[bytes]) -> IO[bytes]:
+    archive.seek(0)
+    magic = archive.read(3)
+    archive.seek(0)
+    if magic.startswith(b"\x1f\x8b"):
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=archive))
+    return cast("IO[bytes]", bz2.BZ2File(archive)) if magic == b"BZh" else archive
 
 
 @contextmanager
@@ -99,7 +106,7 @@ def _readable() -> Generator[None]:
 class _Bounded(io.RawIOBase):
     """Reads on until what is allowed, or all that is, has been read."""
 
-    def __init__(self, source: BinaryIO, total_bytes: int) -> None:
+    def __init__(self, source: IO[bytes], total_bytes: int) -> None:
         super().__init__()
         self._source = source
         self._total_bytes = total_bytes + MOST_MEMBERS * _BLOCK_BYTES
@@ -170,11 +177,18 @@ def _set_mode(root: int, member: tarfile.TarInfo) -> None:
 
 
 def pack(workspace: int, path: str, max_bytes: int) -> bytes:
-    """A tar of a file, or of what is in a folder; what is neither file, folder nor link is left out.
+    """The bytes of what `pack_into` writes."""
+    memory = io.BytesIO()
+    pack_into(memory, workspace, path, max_bytes)
+    return memory.getvalue()
+
+
+def pack_into(target: IO[bytes], workspace: int, path: str, max_bytes: int) -> None:
+    """Write a tar of a file, or of what is in a folder; what is neither file, folder nor link is left out.
 
     Raises PathError when it is missing or the tar would be larger than `max_bytes`.
     """
-    packing = _Packing(max_bytes)
+    packing = _Packing(target, max_bytes)
     with walking(workspace, path) as walk:
         name = walk.to_any()
         if name is None:
@@ -183,20 +197,19 @@ def pack(workspace: int, path: str, max_bytes: int) -> bytes:
             packing.add(walk.here, name, name, 0)
         else:
             raise PathError(f"{path!r} is not a regular file")
-    return packing.finish()
+    packing.finish()
 
 
 class _Packing:
     """Names in the archive are relative to what was asked for."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, target: IO[bytes], max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._memory = io.BytesIO()
-        self._tar = tarfile.TarFile(fileobj=self._memory, mode="w", format=tarfile.PAX_FORMAT)
+        self._target = target
+        self._tar = tarfile.TarFile(fileobj=target, mode="w", format=tarfile.PAX_FORMAT)
 
-    def finish(self) -> bytes:
+    def finish(self) -> None:
         self._tar.close()
-        return self._memory.getvalue()
 
     def add_content(self, folder: int, prefix: str, depth: int) -> None:
         if depth > _DEPTH:
@@ -233,7 +246,7 @@ class _Packing:
         member.type, member.linkname = kind, link
         member.mode, member.mtime = stat.S_IMODE(facts.st_mode) & 0o777, int(facts.st_mtime)
         member.size = facts.st_size if content is not None else 0
-        if self._memory.tell() + member.size + 3 * _BLOCK_BYTES > self._max_bytes:
+        if self._target.tell() + member.size + 3 * _BLOCK_BYTES > self._max_bytes:
             raise PathError(f"more than {self._max_bytes} bytes; ask for a part of it")
         self._tar.addfile(member, cast("BinaryIO", _Steady(content)) if content is not None else None)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import anyio
 import anyio.to_thread
@@ -200,11 +200,11 @@ class LocalSandbox:
         with self._folder.open_workspace() as fd:
             workspace.write_file(fd, path, data, uid=self._folder.uid)
 
-    async def upload(self, archive: bytes, path: str = ".") -> None:
+    async def upload(self, archive: bytes | IO[bytes], path: str = ".") -> None:
         self._running()
         await anyio.to_thread.run_sync(self._upload, archive, path)
 
-    def _upload(self, archive: bytes, path: str) -> None:
+    def _upload(self, archive: bytes | IO[bytes], path: str) -> None:
         with self._folder.open_workspace() as fd:
             disk = os.fstatvfs(fd)
             most_bytes = min(_UNPACKED_FILES * self._limits.file_bytes, disk.f_bavail * disk.f_frsize // 2)
@@ -218,6 +218,14 @@ class LocalSandbox:
     def _download(self, path: str, max_bytes: int) -> bytes:
         with self._folder.open_workspace() as fd:
             return archives.pack(fd, path, max_bytes)
+
+    async def download_to(self, target: IO[bytes], path: str = ".", *, max_bytes: int) -> None:
+        self._running()
+        await anyio.to_thread.run_sync(self._download_to, target, path, max_bytes)
+
+    def _download_to(self, target: IO[bytes], path: str, max_bytes: int) -> None:
+        with self._folder.open_workspace() as fd:
+            archives.pack_into(target, fd, path, max_bytes)
 
     async def pause(self) -> None:
         async with self._standing:

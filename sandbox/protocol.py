@@ -6,7 +6,7 @@ ends with its owner: `stop` is idempotent and leaves no process, mount or file b
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import IO, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +127,21 @@ class Sandbox(Protocol):
         """Create or replace a workspace file, folders included; PathError as for `read`."""
         ...
 
-    async def upload(self, archive: bytes, path: str = ".") -> None:
-        """Unpack a tar into the workspace folder `path`, which is created.
+    async def upload(self, archive: bytes | IO[bytes], path: str = ".") -> None:
+        """Unpack a tar, also compressed by gzip or bzip2, into the workspace folder `path`, which is created.
 
         Nothing is written through a link or outside of the workspace; devices, archives that grow beyond the
-        largest file times a bound, and names that leave the workspace are a PathError.
+        largest file times a bound, and names that leave the workspace are a PathError.  A file can be
+        larger than memory: it is read in pieces, from its beginning, and more than once.
         """
         ...
 
     async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
         """A tar of a workspace file or folder; PathError when it is missing or larger."""
+        ...
+
+    async def download_to(self, target: IO[bytes], path: str = ".", *, max_bytes: int) -> None:
+        """`download` into an empty file, in pieces."""
         ...
 
     async def pause(self) -> None:

@@ -1,6 +1,7 @@
 """What fakes of a sandbox share."""
 
 from collections.abc import Sequence
+from typing import IO
 
 from sostenuto.sandbox.protocol import SandboxUsage, ShellResult, Snapshot
 
@@ -13,10 +14,13 @@ class Unused:
     ) -> ShellResult:
         raise NotImplementedError
 
-    async def upload(self, archive: bytes, path: str = ".") -> None:
+    async def upload(self, archive: bytes | IO[bytes], path: str = ".") -> None:
         raise NotImplementedError
 
     async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
+        raise NotImplementedError
+
+    async def download_to(self, target: IO[bytes], path: str = ".", *, max_bytes: int) -> None:
         raise NotImplementedError
 
     async def reclaim(self) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import IO
 
 import anyio
 
@@ -77,12 +78,15 @@ class FakeSandbox:
         self._check()
         self.files[path] = data
 
-    async def upload(self, archive: bytes, path: str = ".") -> None:
+    async def upload(self, archive: bytes | IO[bytes], path: str = ".") -> None:
         self._check()
-        self.files[f"{path}.tar"] = archive
+        self.files[f"{path}.tar"] = archive if isinstance(archive, bytes) else archive.read()
 
     async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
         return await self.read(f"{path}.tar")
+
+    async def download_to(self, target: IO[bytes], path: str = ".", *, max_bytes: int) -> None:
+        target.write(await self.download(path))
 
     async def reclaim(self) -> None:
         self._check()

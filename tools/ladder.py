@@ -14,6 +14,7 @@ import shlex
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import IO
 
 import anyio
 
@@ -156,13 +157,17 @@ class Ladder:
         async with self._used() as sandbox:
             await sandbox.write(path, data)
 
-    async def upload(self, archive: bytes, path: str = ".") -> None:
+    async def upload(self, archive: bytes | IO[bytes], path: str = ".") -> None:
         async with self._used() as sandbox:
             await sandbox.upload(archive, path)
 
     async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
         async with self._used() as sandbox:
             return await sandbox.download(path, max_bytes=max_bytes)
+
+    async def download_to(self, target: IO[bytes], path: str = ".", *, max_bytes: int) -> None:
+        async with self._used() as sandbox:
+            await sandbox.download_to(target, path, max_bytes=max_bytes)
 
     async def snapshot(self) -> Snapshot:
         async with self._used() as sandbox:

@@ -13,6 +13,7 @@ class Passing:
         self.write = sandbox.write
         self.upload = sandbox.upload
         self.download = sandbox.download
+        self.download_to = sandbox.download_to
         self.pause = sandbox.pause
         self.reclaim = sandbox.reclaim
         self.resume = sandbox.resume

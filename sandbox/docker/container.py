@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import anyio
 
@@ -112,11 +112,14 @@ class DockerSandbox:
     async def write(self, path: str, data: bytes) -> None:
         await self._transfer(partial(self._files.write, path, data))
 
-    async def upload(self, archive: bytes, path: str = ".") -> None:
+    async def upload(self, archive: bytes | IO[bytes], path: str = ".") -> None:
         await self._transfer(partial(self._files.upload, archive, path, self._plan.rlimits["fsize"]))
 
     async def download(self, path: str = ".", *, max_bytes: int = 64 << 20) -> bytes:
         return await self._transfer(partial(self._files.download, path, max_bytes))
+
+    async def download_to(self, target: IO[bytes], path: str = ".", *, max_bytes: int) -> None:
+        await self._transfer(partial(self._files.download_to, target, path, max_bytes))
 
     async def _transfer(self, work: Callable[[], T]) -> T:
         self._check_there()
@@ -209,8 +212,7 @@ def place_files(ground: Ground, container: str, files: dict[str, bytes], file_by
     with Packer(ground.uid) as packer:
         for name, content in files.items():
             packer.file(name, content)
-        archive = packer.archive()
-    try:
-        Files(ground.daemon, container, ground.uid).upload(archive, ".", file_bytes)
-    except PathError as error:
-        raise SandboxError(f"a file that the workspace starts with: {error}") from error
+        try:
+            Files(ground.daemon, container, ground.uid).upload(packer.archive(), ".", file_bytes)
+        except PathError as error:
+            raise SandboxError(f"a file that the workspace starts with: {error}") from error

@@ -6,14 +6,16 @@ All of it blocks.
 """
 
 import io
+import shutil
 import tarfile
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import IO
 
 from sostenuto.errors import PathError, SandboxError
 from sostenuto.sandbox.docker.inside import WORKSPACE
-from sostenuto.sandbox.docker.tars import Packer, below, members_of, plain
+from sostenuto.sandbox.docker.tars import Packer, members_of, plain, scratch, write_below
 from sostenuto.sandbox.docker.typed import Daemon, Entry, Refused
 
 _DEPTH = 200
@@ -50,8 +52,9 @@ class Files:
         too_large = f"{path!r} is larger than {max_bytes} bytes; read a part of it in the shell"
         if place.entry.size_bytes > max_bytes:
             raise PathError(too_large)
-        archive = self._fetch(place.path, max_bytes + _OVERHEAD_BYTES, too_large)
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        archive = io.BytesIO()
+        self._fetch(place.path, archive, max_bytes + _OVERHEAD_BYTES, too_large)
+        with tarfile.open(fileobj=archive) as tar:
             content = tar.extractfile(tar.next() or tarfile.TarInfo())
             return content.read() if content else b""
 
@@ -69,21 +72,26 @@ class Files:
             packer.file("/".join(names), data, mode)
             self._place(parent, packer, path)
 
-    def upload(self, archive: bytes, path: str, file_bytes: int) -> None:
+    def upload(self, archive: bytes | IO[bytes], path: str, file_bytes: int) -> None:
         """`file_bytes`: of the largest file."""
         target = self._walk(path, follow=True)
         if target.entry is not None and not target.entry.is_folder:
             raise PathError(f"{path!r} is not a folder")
-        archive = plain(archive, file_bytes)
+        given = io.BytesIO(archive) if isinstance(archive, bytes) else archive
+        with scratch() as room, Packer(self._uid) as packer:
+            self._pack(packer, target, plain(given, room, file_bytes), file_bytes)
+            self._place(target.path, packer, path)
+
+    def _pack(self, packer: Packer, target: _Place, archive: IO[bytes], file_bytes: int) -> None:
         members = members_of(archive, file_bytes)
         absent = self._absent_folders(target, members)
-        with Packer(self._uid) as packer, tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            packer.folders(target.missing)
-            for name in absent:
-                packer.folder("/".join((*target.missing, name)))
+        packer.folders(target.missing)
+        for name in absent:
+            packer.folder("/".join((*target.missing, name)))
+        archive.seek(0)
+        with tarfile.open(fileobj=archive) as tar:
             for name, member in members.items():
                 packer.member("/".join((*target.missing, name)), member, tar)
-            self._place(target.path, packer, path)
 
     def _absent_folders(self, target: _Place, members: dict[str, tarfile.TarInfo]) -> list[str]:
         """Folders that members need, outermost first.
@@ -108,35 +116,30 @@ class Files:
         except Refused as exc:
             raise PathError(f"{path!r}: {exc}") from exc
 
-    def _check_folders(self, target: PurePosixPath, members: dict[str, tarfile.TarInfo]) -> None:
-        """Raise PathError when something would be written through a link, or in place of a folder."""
-        absent: set[str] = set()
-        folders = {str(parent): True for name in members for parent in PurePosixPath(name).parents}
-        wanted = folders | {name: one.isdir() for name, one in members.items() if one.isdir()}
-        for name in sorted(wanted):
-            if name == "." or absent.intersection(map(str, PurePosixPath(name).parents)):
-                continue
-            entry = self._daemon.stat(self._container, str(target / name))
-            if entry is None:
-                absent.add(name)
-            elif not entry.is_folder:
-                raise PathError(f"{name!r} of the archive is no folder in the workspace")
-
     def download(self, path: str, max_bytes: int) -> bytes:
+        memory = io.BytesIO()
+        self.download_to(memory, path, max_bytes)
+        return memory.getvalue()
+
+    def download_to(self, target: IO[bytes], path: str, max_bytes: int) -> None:
         place = self._walk(path, follow=True)
         if place.entry is None:
             raise PathError(f"{path!r}: No such file or directory")
-        archive = self._fetch(place.path, max_bytes, f"{path!r} is larger than {max_bytes} bytes as a tar")
-        return below(archive, place.path.name) if place.entry.is_folder else archive
+        with scratch() as archive:
+            too_large = f"{path!r} is larger than {max_bytes} bytes as a tar"
+            self._fetch(place.path, archive, max_bytes, too_large)
+            if place.entry.is_folder:
+                write_below(archive, target, place.path.name)
+            else:
+                shutil.copyfileobj(archive, target)
 
-    def _fetch(self, path: PurePosixPath, max_bytes: int, too_large: str) -> bytes:
-        content = bytearray()
+    def _fetch(self, path: PurePosixPath, target: IO[bytes], max_bytes: int, too_large: str) -> None:
         with closing(self._daemon.fetch(self._container, str(path))) as pieces:
             for piece in pieces:
-                content += piece
-                if len(content) > max_bytes:
+                target.write(piece)
+                if target.tell() > max_bytes:
                     raise PathError(too_large)
-        return bytes(content)
+        target.seek(0)
 
     def _walk(self, path: str, *, follow: bool) -> _Place:
         """`follow`: also a link in the last part."""

@@ -1,4 +1,7 @@
-"""Archives that go into a container and come out of one."""
+"""Archives that go into a container and come out of one.
+
+They are files: in memory while they are small, on disk from `_MEMORY_BYTES` on.
+"""
 
 import bz2
 import gzip
@@ -8,6 +11,8 @@ import tarfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
+from tempfile import SpooledTemporaryFile
+from typing import IO, cast
 
 from sostenuto.errors import PathError, SandboxError
 
@@ -15,8 +20,13 @@ _DEPTH = 200
 _UPLOAD_FILES = 4
 """An archive may unpack to so many files of the largest size."""
 _MEMBERS = 100_000
-_MOST_PLAIN_BYTES = 256 << 20
-"""Of a compressed archive, which is held in memory."""
+_MEMORY_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 16
+
+
+def scratch() -> IO[bytes]:
+    """An empty file without a name."""
+    return cast("IO[bytes]", SpooledTemporaryFile(max_size=_MEMORY_BYTES))
 
 
 class Packer:
@@ -24,14 +34,15 @@ class Packer:
 
     def __init__(self, uid: int) -> None:
         self._uid = uid
-        self._buffer = io.BytesIO()
-        self._tar = tarfile.open(fileobj=self._buffer, mode="w")  # noqa: SIM115 - closed on exit
+        self._file = scratch()
+        self._tar = tarfile.open(fileobj=self._file, mode="w")  # noqa: SIM115 - closed on exit
 
     def __enter__(self) -> "Packer":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._tar.close()
+        self._file.close()
 
     def folders(self, names: Iterable[str]) -> None:
         """Each in the one before it."""
@@ -46,9 +57,7 @@ class Packer:
         self._add(info, mode)
 
     def file(self, name: str, content: bytes, mode: int = 0o644) -> None:
-        info = tarfile.TarInfo(name)
-        info.size = len(content)
-        self._add(info, mode, io.BytesIO(content))
+        self._copy(name, io.BytesIO(content), len(content), mode)
 
     def link(self, name: str, target: str) -> None:
         info = tarfile.TarInfo(name)
@@ -62,10 +71,17 @@ class Packer:
         elif member.issym():
             self.link(name, member.linkname)
         else:
-            content = tar.extractfile(member)
-            self.file(name, content.read() if content else b"", stat.S_IMODE(member.mode) & 0o777)
+            content = tar.extractfile(member) or io.BytesIO()
+            size = content.seek(0, io.SEEK_END)
+            content.seek(0)
+            self._copy(name, content, size, stat.S_IMODE(member.mode) & 0o777)
 
-    def _add(self, info: tarfile.TarInfo, mode: int, content: io.BytesIO | None = None) -> None:
+    def _copy(self, name: str, content: IO[bytes], size: int, mode: int) -> None:
+        info = tarfile.TarInfo(name)
+        info.size = size
+        self._add(info, mode, content)
+
+    def _add(self, info: tarfile.TarInfo, mode: int, content: IO[bytes] | None = None) -> None:
         info.mode = mode
         info.uid = info.gid = self._uid
         self._tar.addfile(info, content)
@@ -84,32 +100,38 @@ class Packer:
             else:
                 raise SandboxError(f"template {path}: only files, folders and links can be copied")
 
-    def archive(self) -> bytes:
+    def archive(self) -> IO[bytes]:
+        """All of it, to be read within the block of the packer."""
         self._tar.close()
-        return self._buffer.getvalue()
+        self._file.seek(0)
+        return self._file
 
 
-def plain(archive: bytes, file_bytes: int) -> bytes:
-    """The same without gzip or bzip2; PathError when it is damaged or grows beyond what is unpacked."""
-    memory = io.BytesIO(archive)
-    if archive.startswith(b"\x1f\x8b"):
-        packed = gzip.GzipFile(fileobj=memory)
-    elif archive.startswith(b"BZ"):
-        packed = bz2.BZ2File(memory)
+def plain(archive: IO[bytes], target: IO[bytes], file_bytes: int) -> IO[bytes]:
+    """The archive itself, or what gzip or bzip2 made of it, unpacked into `target`.
+
+    Raises PathError when it is damaged or grows beyond what is unpacked.
+    """
+    archive.seek(0)
+    magic = archive.read(2)
+    archive.seek(0)
+    if magic == b"\x1f\x8b":
+        packed = cast("IO[bytes]", gzip.GzipFile(fileobj=archive))
+    elif magic == b"BZ":
+        packed = cast("IO[bytes]", bz2.BZ2File(archive))
     else:
         return archive
-    most_bytes = min(_UPLOAD_FILES * file_bytes, _MOST_PLAIN_BYTES)
     try:
-        with packed as source:
-            content = source.read(most_bytes + 1)
+        while piece := packed.read(_PIECE_BYTES):
+            target.write(piece)
+            if target.tell() > _UPLOAD_FILES * file_bytes:
+                raise PathError("the archive holds more than is allowed")
     except (OSError, EOFError, zlib.error) as exc:
         raise PathError(f"the archive cannot be read: {exc}") from exc
-    if len(content) > most_bytes:
-        raise PathError("the archive holds more than is allowed")
-    return content
+    return target
 
 
-def members_of(archive: bytes, file_bytes: int) -> dict[str, tarfile.TarInfo]:
+def members_of(archive: IO[bytes], file_bytes: int) -> dict[str, tarfile.TarInfo]:
     """By the names under which they are unpacked; PathError for an archive that must not be."""
     members: dict[str, tarfile.TarInfo] = {}
     leaves: set[str] = set()
@@ -128,10 +150,11 @@ def members_of(archive: bytes, file_bytes: int) -> dict[str, tarfile.TarInfo]:
     return members
 
 
-def _entries(archive: bytes) -> Iterator[tuple[tarfile.TarInfo, int]]:
+def _entries(archive: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, int]]:
     """Each with the bytes that it unpacks to."""
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
+        archive.seek(0)
+        with tarfile.open(fileobj=archive, mode="r:") as tar:
             for member in tar:
                 if not (member.isdir() or member.isreg() or member.issym() or member.islnk()):
                     raise PathError(f"{member.name!r} of the archive is no file, folder or link")
@@ -147,16 +170,12 @@ def _name(member: tarfile.TarInfo) -> str:
     return str(path)
 
 
-def below(archive: bytes, top: str) -> bytes:
-    """The same tar with the names below its folder `top`, which the daemon puts in front of each."""
-    buffer = io.BytesIO()
-    with (
-        tarfile.open(fileobj=io.BytesIO(archive)) as source,
-        tarfile.open(fileobj=buffer, mode="w") as target,
-    ):
+def write_below(archive: IO[bytes], target: IO[bytes], top: str) -> None:
+    """Copy it with the names below its folder `top`, which the daemon puts in front of each."""
+    archive.seek(0)
+    with tarfile.open(fileobj=archive) as source, tarfile.open(fileobj=target, mode="w") as copy:
         for member in source:
             member.name = str(PurePosixPath(member.name).relative_to(top))
             if member.islnk():
                 member.linkname = str(PurePosixPath(member.linkname).relative_to(top))
-            target.addfile(member, source.extractfile(member) if member.isreg() else None)
-    return buffer.getvalue()
+            copy.addfile(member, source.extractfile(member) if member.isreg() else None)
