@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import anyio
 from anyio.abc import TaskGroup
 
-from sostenuto.errors import EngineError, InvalidTransition, ProgramError, SostenutoError, boundary
+from sostenuto.errors import EngineError, ProgramError, SostenutoError, boundary
 from sostenuto.records import Trajectory, validate
 from sostenuto.runtime.drive import Drive, Grant, Surroundings
 from sostenuto.runtime.engines.protocol import Engine
@@ -236,9 +236,8 @@ class Dispatcher:
                 self._seats[program_id].scope.cancel()
             case MoveSandbox(program_id, rung):
                 self._running.start_soon(self._move_sandbox, program_id, rung)
-            case Offload():
-                # Asked for only of an engine with a lower tier.
-                raise InvalidTransition(f"nothing here can carry out {action}")
+            case Offload(program_id, engine_id):
+                self._running.start_soon(self._fleet.offload, engine_id, program_id)
             case _:
                 self._publishing.start(action)
 

@@ -6,7 +6,7 @@
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import anyio
@@ -98,6 +98,8 @@ class Fleet:
                 kv_tokens=facts.kv_tokens,
                 concurrency=facts.concurrency,
                 block_tokens=facts.block_tokens,
+                host_tokens=facts.lower_tokens,
+                host_tokens_s=facts.lower_tokens_s,
             )
         )
         return facts
@@ -123,14 +125,23 @@ class Fleet:
 
     async def release(self, engine_id: EngineId, program_id: ProgramId) -> None:
         """Give up a program's KV.  Where that fails, it is left to the engine, which evicts it in time."""
+        await self._move(engine_id, program_id, "given back", lambda engine: engine.release(program_id))
+
+    async def offload(self, engine_id: EngineId, program_id: ProgramId) -> None:
+        """Move a program's KV to the lower tier.  Where that fails, it is left to the engine as well."""
+        await self._move(engine_id, program_id, "offloaded", lambda engine: engine.offload(program_id))
+
+    async def _move(
+        self, engine_id: EngineId, program_id: ProgramId, how: str, move: Callable[[Engine], Awaitable[None]]
+    ) -> None:
         life = self._lives.get(engine_id)
         if life is None:
             return
         try:
-            await life.engine.release(program_id)
+            await move(life.engine)
         except EngineError as error:
             if not await self._is_lost(life):
-                _log.warning("KV of %s on %s was not given back: %s", program_id, engine_id, error)
+                _log.warning("KV of %s on %s was not %s: %s", program_id, engine_id, how, error)
 
     async def keep_polling(self) -> None:
         """Tell the scheduler now and then what the engines say of themselves."""

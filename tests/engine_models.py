@@ -80,6 +80,8 @@ class Desk:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.answers: dict[str, GenerateReply | Refusal] = {}
+        self.order: list[str] = []
+        """Of the answers, each as often as it came."""
 
     def submit(self, name: str, token_ids: list[int], **options: object) -> None:
         fields = {
@@ -90,7 +92,12 @@ class Desk:
             "token_ids": token_ids,
         }
         request = GenerateRequest.model_validate(fields)
-        self.core.submit(request, lambda answer: self.answers.__setitem__(name, answer))
+
+        def answer(reply: GenerateReply | Refusal) -> None:
+            self.answers[name] = reply
+            self.order.append(name)
+
+        self.core.submit(request, answer)
 
     def run(self, steps: int = 2000) -> None:
         """Step until nothing is left; fails when that does not come."""

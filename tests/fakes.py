@@ -20,6 +20,7 @@ from sostenuto.runtime.engines.wire import (
     GenerateReply,
     GenerateRequest,
     Load,
+    PauseMode,
     ScoreReply,
     ScoreRequest,
     WireVersionSpan,
@@ -117,6 +118,10 @@ class FakeEngine:
     fail_on_turn: int = -1
     log: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
     held: dict[str, int] = field(default_factory=dict[str, int])
+    lower_tokens: int = 0
+    lower: dict[str, int] = field(default_factory=dict[str, int])
+    """What lies in the lower tier."""
+    paused: PauseMode | None = None
     turns: dict[str, int] = field(default_factory=dict[str, int])
     decoding: int = 0
     most_decoding: int = 0
@@ -140,11 +145,14 @@ class FakeEngine:
             version=self.version,
             dtype="float32",
             threads=1,
+            lower_tokens=self.lower_tokens,
+            lower_tokens_s=1000.0 if self.lower_tokens else 0.0,
         )
 
     def dies(self) -> None:
         self.is_dead = True
         self.held.clear()
+        self.lower.clear()
 
     def starts_again(self) -> None:
         self.is_dead = False
@@ -188,7 +196,8 @@ class FakeEngine:
         return self.reply(request, turn)
 
     def reply(self, request: GenerateRequest, turn: int) -> GenerateReply:
-        program, cached = request.program_id, self.held.get(request.program_id, 0)
+        program = request.program_id
+        cached = self.lower.pop(program, 0) or self.held.get(program, 0)
         whole = [*self.script[min(turn, len(self.script) - 1)].encode(), END]
         ids = whole[: request.max_new_tokens]
         self.turns[program] = turn + 1
@@ -213,6 +222,25 @@ class FakeEngine:
         await anyio.lowlevel.checkpoint()
         self._check_alive()
         self.held.pop(program_id, None)
+        self.lower.pop(program_id, None)
+
+    async def offload(self, program_id: ProgramId) -> None:
+        await anyio.lowlevel.checkpoint()
+        self._check_alive()
+        if program_id in self.held:
+            self.lower[program_id] = self.held.pop(program_id)
+
+    async def restore(self, program_id: ProgramId) -> None:
+        await anyio.lowlevel.checkpoint()
+        self._check_alive()
+        if program_id in self.lower:
+            self.held[program_id] = self.lower.pop(program_id)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.paused = mode
+
+    async def resume(self) -> None:
+        self.paused = None
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
         return ScoreReply(logprobs=[-1.0] * (len(request.token_ids) - request.start), version=self.version)

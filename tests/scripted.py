@@ -29,6 +29,7 @@ from sostenuto.runtime.engines.wire import (
     GenerateReply,
     GenerateRequest,
     Load,
+    PauseMode,
     ScoreReply,
     ScoreRequest,
     WireVersionSpan,
@@ -143,6 +144,18 @@ class ScriptedEngine:
     async def release(self, program_id: ProgramId) -> None:
         await anyio.lowlevel.checkpoint()
         self.held.pop(program_id, None)
+
+    async def offload(self, program_id: ProgramId) -> None:
+        raise EngineError(f"a script has no lower tier for {program_id}")
+
+    async def restore(self, program_id: ProgramId) -> None:
+        raise EngineError(f"a script has no lower tier for {program_id}")
+
+    async def pause(self, mode: PauseMode) -> None:
+        raise EngineError(f"a script is not paused, with {mode} neither")
+
+    async def resume(self) -> None:
+        raise EngineError("a script is not paused")
 
     async def load(self) -> Load:
         raise EngineError("a script has no load")

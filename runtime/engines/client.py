@@ -29,6 +29,7 @@ from sostenuto.runtime.engines.wire import (
     GenerateReply,
     GenerateRequest,
     Load,
+    PauseMode,
     ScoreReply,
     ScoreRequest,
 )
@@ -103,6 +104,26 @@ class EngineClient:
     async def release(self, program_id: ProgramId) -> None:
         """Give up the KV of a program.  Idempotent."""
         await self._call("POST", "release", json.dumps({"program_id": program_id}).encode())
+
+    async def offload(self, program_id: ProgramId) -> None:
+        """Move a program's held KV to the lower tier; its next `generate` finds it there.  Idempotent."""
+        await self._call("POST", "offload", json.dumps({"program_id": program_id}).encode())
+
+    async def restore(self, program_id: ProgramId) -> None:
+        """Bring it back ahead of its turn, when there is room.  Idempotent."""
+        await self._call("POST", "restore", json.dumps({"program_id": program_id}).encode())
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Let new requests wait; returns when those that run are as the mode says.  Idempotent.
+
+        FINISH waits for whole turns, so its deadline is that of `generate`.
+        """
+        within_s = self._generate_s if mode is PauseMode.FINISH else self._control_s
+        await self._call("POST", "pause", json.dumps({"mode": mode}).encode(), within_s=within_s)
+
+    async def resume(self) -> None:
+        """Go on.  Idempotent."""
+        await self._call("POST", "resume", b"{}")
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Log-probabilities of given tokens; waits its turn, so its deadline is that of `generate`."""

@@ -12,6 +12,7 @@ from sostenuto.runtime.engines.wire import (
     GenerateReply,
     GenerateRequest,
     Load,
+    PauseMode,
     ScoreReply,
     ScoreRequest,
 )
@@ -36,6 +37,22 @@ class Engine(Protocol):
 
     async def release(self, program_id: ProgramId) -> None:
         """Give up the KV of a program.  Idempotent."""
+        ...
+
+    async def offload(self, program_id: ProgramId) -> None:
+        """Move a program's held KV to the lower tier; its next `generate` finds it there.  Idempotent."""
+        ...
+
+    async def restore(self, program_id: ProgramId) -> None:
+        """Bring it back ahead of its turn, when there is room.  Idempotent."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Let new requests wait; returns when those that run are as the mode says.  Idempotent."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on.  Idempotent."""
         ...
 
     async def score(self, request: ScoreRequest) -> ScoreReply: ...

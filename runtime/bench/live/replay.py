@@ -24,6 +24,7 @@ from sostenuto.runtime.engines.wire import (
     GenerateReply,
     GenerateRequest,
     Load,
+    PauseMode,
     ScoreReply,
     ScoreRequest,
 )
@@ -252,6 +253,18 @@ class ReplayEngine:
 
     async def commit_update(self, request: CommitRequest) -> CommitReply:
         return await self._engine.commit_update(request)
+
+    async def offload(self, program_id: ProgramId) -> None:
+        await self._engine.offload(program_id)
+
+    async def restore(self, program_id: ProgramId) -> None:
+        await self._engine.restore(program_id)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        await self._engine.resume()
 
     async def abandon_update(self, version: str) -> None:
         await self._engine.abandon_update(version)

@@ -2,13 +2,14 @@
 
 - A step computes, in one forward pass, one token of each request that decodes and chunks of the
   prompts that wait for it; requests join and leave between any two steps.
-- First come, first served.  A request waits only for room, a place in the batch, or a prefix that a
-  running request is just computing for it.
+- The highest priority first, then first come, first served.  A request waits only for room, a place in
+  the batch, a prefix that a running request is just computing for it, or the end of a pause.
 - Every request is answered exactly once.
 - Not thread-safe: `worker` calls everything here on the engine's thread.
 """
 
 import time
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import torch
 from sostenuto.runtime.engines.embedded.checks import Checks
 from sostenuto.runtime.engines.embedded.model import Model
 from sostenuto.runtime.engines.embedded.packing import Plan, plan
+from sostenuto.runtime.engines.embedded.pausing import Paused, Pausing
 from sostenuto.runtime.engines.embedded.pool import Pool
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.sampling import Draws, draw
@@ -33,6 +35,7 @@ from sostenuto.runtime.engines.wire import (
     GenerateReply,
     GenerateRequest,
     Load,
+    PauseMode,
     ScoreReply,
     ScoreRequest,
 )
@@ -40,7 +43,7 @@ from sostenuto.types import Version
 
 _SEED_MASK = (1 << 64) - 1
 
-FEATURES = frozenset({Feature.HOLD, Feature.SCORE, Feature.UPDATE})
+FEATURES = frozenset({Feature.HOLD, Feature.SCORE, Feature.UPDATE, Feature.PAUSE})
 
 
 @dataclass(slots=True)
@@ -65,14 +68,25 @@ class Core:
         self._pool = Pool(model.shape, kv_tokens=kv_tokens, widest=self._limit, concurrency=concurrency)
         self._checks = Checks(model, kv_tokens, self._limit, FEATURES)
         self._threads = threads
+        self._pausing = Pausing()
+        self._submitted = 0
         self._waiting: list[Turn] = []
+        """By priority, then as they came."""
         self._scores: list[ScoreJob] = []
         self._counters = _Counters()
 
     @property
     def busy(self) -> bool:
         """Whether a step has something to do."""
-        return bool(self._waiting or self._pool.running or self._scores)
+        if self._pausing.is_still:
+            return False
+        unheld = any(not self._pausing.holds(turn) for turn in self._waiting)
+        return bool(self._pool.running or unheld or (self._scores and not self._pausing.is_paused))
+
+    @property
+    def _known(self) -> tuple[Turn, ...]:
+        """Every request that is not answered."""
+        return (*self._waiting, *self._pool.running)
 
     def capabilities(self) -> Capabilities:
         model = self._model
@@ -111,7 +125,7 @@ class Core:
     def submit(self, request: GenerateRequest, answer: Callable[[GenerateReply | Refusal], None]) -> None:
         """Queue a request, or raise Refusal."""
         self._refuse_when_broken()
-        self._checks.generate(request, self.weights.version, (*self._waiting, *self._pool.running))
+        self._checks.generate(request, self.weights.version, self._known)
         context = np.asarray(request.token_ids, dtype=np.int32)
         tokens = np.empty(min(len(context) + request.max_new_tokens, self._limit), dtype=np.int32)
         tokens[: len(context)] = context
@@ -124,9 +138,14 @@ class Core:
             matcher=StopStrings(self._model.tokenizer, strings) if strings else None,
             submitted_s=time.monotonic(),
             hold=request.hold,
+            order=self._submitted,
             stop_ids=frozenset(request.sampling.stop_token_ids),
         )
-        self._waiting.append(turn)
+        self._submitted += 1
+        self._wait(turn)
+
+    def _wait(self, turn: Turn) -> None:
+        insort(self._waiting, turn, key=lambda turn: turn.place)
 
     def score(self, request: ScoreRequest, answer: Callable[[ScoreReply | Refusal], None]) -> None:
         """Queue tokens to be scored, or raise Refusal."""
@@ -136,7 +155,7 @@ class Core:
 
     def abort(self, request_id: str, *, hold: bool = True) -> None:
         """End the request of exactly this id with the tokens it has; nothing happens when there is none."""
-        for turn in (*self._waiting, *self._pool.running):
+        for turn in self._known:
             if turn.request.request_id == request_id:
                 turn.hold = turn.hold and hold
                 self._finish(turn, FinishReason.ABORT, None)
@@ -153,6 +172,27 @@ class Core:
         """Drop every KV that no request runs on."""
         self._pool.held.clear()
 
+    def pause(self, mode: PauseMode, answer: Paused) -> None:
+        """Let new requests wait; answered when those that run are as the mode says."""
+        self._count_pause()
+        self._pausing.begin(mode, answer, time.monotonic())
+        if mode is PauseMode.RETRACT:
+            for turn in list(self._pool.running):
+                self._pool.remove(turn)
+                self._wait(turn)
+        elif mode is PauseMode.ABORT:
+            for turn in filter(lambda turn: turn.is_started, self._known):
+                self._finish(turn, FinishReason.ABORT, None)
+        self._pausing.settle(self._known)
+
+    def resume(self) -> None:
+        """Go on; idempotent."""
+        self._count_pause()
+        self._pausing.end()
+
+    def _count_pause(self) -> None:
+        self._counters.pause_s += self._pausing.take_s(self._known, time.monotonic())
+
     def commit(self, request: CommitRequest) -> CommitReply:
         """Swap to the prepared weights; the running and the held go on as the request says."""
         started_s = time.monotonic()
@@ -168,10 +208,11 @@ class Core:
         for job in self._scores:
             job.restart()
         pause_s = time.monotonic() - started_s
-        for turn in (*self._waiting, *self._pool.running):
-            turn.pause_s += pause_s
         self._counters.updates += 1
-        self._counters.pause_s += pause_s
+        if not self._pausing.is_still:  # else it is counted at the end of the pause
+            for turn in self._known:
+                turn.pause_s += pause_s
+            self._counters.pause_s += pause_s
         return CommitReply(
             version=str(version), pause_s=pause_s, recomputed_requests=recomputed, dropped_programs=dropped
         )
@@ -181,12 +222,12 @@ class Core:
         """Admit who can be, compute one forward pass, sample, answer who is done."""
         started_s = time.monotonic()
         for turn in self._pool.make_growth_room():
-            self._waiting.insert(0, turn)
+            self._wait(turn)
         self._admit()
         if self._pool.running:
             self._compute(plan(self._pool, self._model.shape.device))
-        if self._scores and self._scores[0].advance(self._model, self.weights.version):
-            self._scores.pop(0)
+        if not self._pausing.is_paused:
+            self._advance_scores()
         self._counters.busy_s += time.monotonic() - started_s
 
     def _admit(self) -> None:
@@ -194,6 +235,8 @@ class Core:
         for turn in list(self._waiting):
             if len(self._pool.running) >= self._pool.concurrency:
                 return
+            if self._pausing.holds(turn):
+                continue
             match = self._pool.match(turn)
             if match.coming:
                 continue
@@ -204,6 +247,10 @@ class Core:
                 turn.cached_tokens = match.tokens
                 turn.admitted_s = time.monotonic()
                 self._counters.cached_tokens += match.tokens
+
+    def _advance_scores(self) -> None:
+        if self._scores and self._scores[0].advance(self._model, self.weights.version):
+            self._scores.pop(0)
 
     def _compute(self, planned: Plan) -> None:
         logits = self._model.forward(planned.token_ids, planned.positions, planned.wanted, planned.step)
@@ -244,12 +291,15 @@ class Core:
             self._pool.hold(turn)
         else:
             self._pool.remove(turn)
-        turn.answer(turn.reply(reason, matched, now_s=time.monotonic()))
+        now_s = time.monotonic()
+        self._pausing.add_s(turn, now_s)
+        turn.answer(turn.reply(reason, matched, now_s=now_s))
+        self._pausing.settle(self._known)
 
     def _fail_everything(self) -> None:
         """Nothing that half new weights computed may leave this engine."""
         refusal = self._broken(self.weights.broken or "")
-        turns, self._waiting = [*self._waiting, *self._pool.running], []
+        turns, self._waiting = self._known, []
         for turn in list(self._pool.running):
             self._pool.remove(turn)
         jobs, self._scores = self._scores, []
@@ -258,6 +308,7 @@ class Core:
             turn.answer(refusal)
         for job in jobs:
             job.answer(refusal)
+        self._pausing.settle(())
 
     def _refuse_when_broken(self) -> None:
         if self.weights.broken is not None:

@@ -20,6 +20,7 @@ from sostenuto.runtime.engines.wire import (
     CommitRequest,
     GenerateReply,
     GenerateRequest,
+    PauseMode,
     ScoreReply,
     ScoreRequest,
     Wire,
@@ -45,6 +46,10 @@ class _VersionName(Wire):
     version: str
 
 
+class _Mode(Wire):
+    mode: PauseMode
+
+
 class Server:
     """Routes; each hands its request to the engine's thread and answers with what comes back."""
 
@@ -60,6 +65,7 @@ class Server:
             "/generate": self._generate, "/abort": self._abort, "/release": self._release,
             "/score": self._score, "/update/prepare": self._prepare, "/update/commit": self._commit,
             "/update/abandon": self._abandon, "/flush": self._flush,
+            "/pause": self._pause, "/resume": self._resume,
         }  # fmt: skip
         for path, handler in posts.items():
             app.router.add_post(path, handler)
@@ -93,6 +99,15 @@ class Server:
 
     async def _flush(self, _request: web.Request) -> web.Response:
         await self._worker.ask(lambda core: core.flush())
+        return web.json_response({})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        body = await _parsed(request, _Mode)
+        await self._worker.request(lambda core, answer: core.pause(body.mode, answer))
+        return web.json_response({})
+
+    async def _resume(self, _request: web.Request) -> web.Response:
+        await self._worker.ask(lambda core: core.resume())
         return web.json_response({})
 
     async def _score(self, request: web.Request) -> web.Response:

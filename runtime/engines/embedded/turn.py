@@ -78,6 +78,8 @@ class Turn:
     matcher: StopStrings | None
     submitted_s: float
     hold: bool
+    order: int
+    """Of its submission."""
     stop_ids: frozenset[int]
     lane: Lane | None = None
     row: int = -1
@@ -89,6 +91,16 @@ class Turn:
     admitted_s: float | None = None
     first_token_s: float | None = None
     pause_s: float = 0.0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Among those that wait, the least goes first."""
+        return -self.request.priority, self.order
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it has had a row."""
+        return self.admitted_s is not None
 
     @property
     def context(self) -> Ids:

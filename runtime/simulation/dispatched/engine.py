@@ -12,6 +12,7 @@ from sostenuto.runtime.engines.wire import (
     GenerateReply,
     GenerateRequest,
     Load,
+    PauseMode,
     ScoreReply,
     ScoreRequest,
     WireVersionSpan,
@@ -51,6 +52,8 @@ class DispatchedEngine:
             version=str(self._engine.version),
             dtype="none",
             threads=1,
+            lower_tokens=profile.host_tokens // grain,
+            lower_tokens_s=profile.host_tokens_s / grain,
         )
 
     async def load(self) -> Load:
@@ -115,6 +118,18 @@ class DispatchedEngine:
         if script is not None:
             script.evicted()
         self._stage.fleet.release(self._engine.id, program_id)
+
+    async def offload(self, program_id: ProgramId) -> None:
+        self._engine.offload(program_id)
+
+    async def restore(self, program_id: ProgramId) -> None:
+        """A simulated engine brings KV back when it is needed, and never ahead of that."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        raise EngineError(f"engine {self._engine.id}: a simulated engine is not paused, with {mode} neither")
+
+    async def resume(self) -> None:
+        """It was not paused."""
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
         return ScoreReply(
