@@ -96,8 +96,9 @@ class Drive:
             temperature=spec.temperature, seed=spec.seed, stop_token_ids=around.renderer.stop_token_ids
         )
         self._blank_request = GenerateRequest(
-            request_id=spec.id, program_id=spec.id, token_ids=[], max_new_tokens=1, sampling=sampling
-        )
+            request_id=spec.id, program_id=spec.id, token_ids=[], max_new_tokens=1, sampling=sampling,
+            routed_experts=spec.routed_experts,
+        )  # fmt: skip
         """Checked once; those that are sent differ in what `_request` writes."""
         self._engine_ids: set[EngineId] = set()
         """Where KV of it may be."""
@@ -130,6 +131,7 @@ class Drive:
                 "branches": float(self._conversation.branches),
                 **(metrics or {}),
             },
+            experts=self._conversation.seen_experts(),
         )
 
     async def close(self) -> None:
@@ -226,6 +228,7 @@ class Drive:
             "request_id": f"{self.spec.id}/{grant.turn}",
             "token_ids": self._conversation.token_ids.copy(),
             "max_new_tokens": self._room(),
+            "routed_experts_from": self._conversation.routed_tokens,
         }
         return self._blank_request.model_copy(update=changes)
 

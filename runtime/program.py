@@ -65,6 +65,8 @@ class ProgramSpec:
     group_size: int = 1
     priority: int = 0
     """In the queues of tools: smaller ones have their turn first."""
+    routed_experts: bool = False
+    """Record which experts of a mixture-of-experts model each token was routed to."""
     trainable_until: Version | None = None
     """The newest deployed version under which its record can still be trained; None: no such limit."""
 

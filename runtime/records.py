@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from sostenuto.errors import Blame, RecordError
-from sostenuto.records import Producer, Span, Trajectory, VersionSpan
+from sostenuto.records import Experts, Producer, Span, Trajectory, VersionSpan
 from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId, Purpose, StopReason, Usage, Version
 
 
@@ -31,6 +31,7 @@ class _Record(msgspec.Struct):
     usage: dict[str, float]
     outcome: tuple[str, str, str | None] | None
     metrics: dict[str, float]
+    experts: list[tuple[tuple[int, int, int], bytes] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -46,6 +47,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         usage=asdict(trajectory.usage),
         outcome=(outcome.kind, outcome.reason, outcome.blame) if outcome else None,
         metrics=trajectory.metrics,
+        experts=[_pack_experts(part) for part in trajectory.experts] or msgspec.UNSET,
     )
     return msgspec.msgpack.encode(record)
 
@@ -67,6 +69,7 @@ def decode_trajectory(data: bytes) -> Trajectory:
         usage=_usage(record.usage),
         outcome=_outcome(record.outcome),
         metrics=record.metrics,
+        experts=tuple(map(_unpack_experts, record.experts or ())),
     )
 
 
@@ -82,6 +85,20 @@ def _outcome(packed: tuple[str, str, str | None] | None) -> Outcome | None:
         return None
     kind, reason, blame = packed
     return Outcome(OutcomeKind(kind), reason, Blame(blame) if blame else None)
+
+
+def _pack_experts(experts: Experts | None) -> tuple[tuple[int, int, int], bytes] | None:
+    if experts is None:
+        return None
+    tokens, layers, top_k = experts.shape
+    return (tokens, layers, top_k), experts.astype("<i2").tobytes()
+
+
+def _unpack_experts(packed: tuple[tuple[int, int, int], bytes] | None) -> Experts | None:
+    if packed is None:
+        return None
+    shape, data = packed
+    return np.frombuffer(data, "<i2").astype(np.int16).reshape(shape)
 
 
 def _pack(span: Span) -> _Span:

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from sostenuto.runtime.engines.embedded import attention
@@ -26,6 +27,9 @@ from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest
 from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
 from sostenuto.types import Version
 
+# Threads of torch that wait for each other starve on a machine that runs other tests.
+torch.set_num_threads(1)
+
 CHARACTERS = string.ascii_letters + string.digits + " .,"
 TOKENIZER_SIZE = len(CHARACTERS)
 VOCABULARY_SIZE = 80
@@ -33,18 +37,23 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
 }
 _SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": VOCABULARY_SIZE, "max_position_embeddings": 512,
     "tie_word_embeddings": True, "initializer_range": 0.2, "head_dim": 8,
 }  # fmt: skip
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+}  # fmt: skip
 
 
-def make_folder(folder: Path, kind: str = "llama", *, seed: int = 0) -> Path:
+def make_folder(folder: Path, kind: str = "llama", *, seed: int = 0, **sizes: int) -> Path:
     """Save a model of `kind` with random weights; the vocabulary is padded beyond the tokenizer."""
     cast("Any", torch).manual_seed(seed)
-    module = cast("Any", AutoModelForCausalLM).from_config(CONFIGS[kind](**_SIZES))
+    fields: dict[str, Any] = {**_SIZES, **(_EXPERTS if kind.endswith("moe") else {}), **sizes}
+    module = cast("Any", AutoModelForCausalLM).from_config(CONFIGS[kind](**fields))
     module.save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, []))
     tokenizer.decoder = decoders.Fuse()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sostenuto.records import Floats
+from sostenuto.errors import RecordError
+from sostenuto.records import Experts, Floats
 from sostenuto.trainer.samples import Sample
 
 Indices = NDArray[np.int64]
@@ -41,6 +42,8 @@ class MicroBatch:
     """(M,) of the token in the batch's loss."""
     fresh: NDArray[np.bool_]
     """(M,) sampled under exactly the weights that the trainer holds."""
+    experts: Experts | None = None
+    """(B, T, layers with a router, experts a token), -1 where none are known; None: of no sample."""
 
 
 def plan(lengths: list[int], budget_tokens: int) -> list[list[int]]:
@@ -81,7 +84,21 @@ def collate(samples: list[Sample], indices: list[int], weights: list[float], fre
         advantages=np.concatenate([sample.advantages[sample.mask] for sample in chosen]),
         weights=np.repeat(np.array([weights[i] for i in indices], dtype=np.float32), counts),
         fresh=np.repeat(np.array([fresh[i] for i in indices], dtype=np.bool_), counts),
+        experts=_experts(chosen, token_ids.shape[1]),
     )
+
+
+def _experts(samples: list[Sample], longest: int) -> Experts | None:
+    known = {sample.experts.shape[1:] for sample in samples if sample.experts is not None}
+    if not known:
+        return None
+    if len(known) > 1:
+        raise RecordError(f"experts: samples of different models in one batch, {sorted(known)} a token")
+    experts = np.full((len(samples), longest, *known.pop()), -1, dtype=np.int16)
+    for row, sample in enumerate(samples):
+        if sample.experts is not None:
+            experts[row, : len(sample.experts)] = sample.experts
+    return experts
 
 
 def _rollout(sample: Sample) -> Floats:

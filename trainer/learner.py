@@ -9,6 +9,7 @@
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,11 @@ class Learner:
         self.version = version
         self.newest = version
         self.step = 0
+        if settings.routing_replay and policy.routers is None:
+            raise ConfigError(
+                f"routing_replay: {policy.architecture} has no routers that weigh experts by a softmax over "
+                "their logits; leave it out, or train a mixture-of-experts model that has"
+            )
         seed_everything(seed)
         self.optimizer = Optimizer(policy.module, settings)
 
@@ -70,6 +76,8 @@ class Learner:
         for sample in samples:
             sample.check_policy()
             self._refuse_future(sample)
+        if self.settings.routing_replay and all(sample.experts is None for sample in samples):
+            raise RecordError("routing_replay: no sample has experts; sample with routed_experts")
 
         def objective(batch: MicroBatch, tally: Tally) -> Tensor:
             return self._clipped(batch, algorithm, tally)
@@ -160,7 +168,10 @@ class Learner:
         trained = [index for index, sample in enumerate(samples) if sample.masked_tokens]
         fresh = [self.version is not None and sample.version == self.version for sample in samples]
         groups = plan([len(samples[index]) for index in trained], self.settings.microbatch_tokens)
-        return [collate(samples, [trained[i] for i in group], weights, fresh) for group in groups]
+        batches = [collate(samples, [trained[i] for i in group], weights, fresh) for group in groups]
+        if self.settings.routing_replay:
+            return batches
+        return [replace(batch, experts=None) for batch in batches]
 
     def _scored(self, samples: list[Sample], score: Callable[[MicroBatch], Tensor]) -> list[NDArray[Any]]:
         """What `score` finds for the masked tokens of each sample, in the order of the samples."""

@@ -41,7 +41,8 @@ def _in_chunks(policy: Policy, batch: MicroBatch, score: Callable[[Tensor, Tenso
     rows, columns = as_tensor(batch.rows), as_tensor(batch.columns)
     targets = as_tensor(batch.targets)
     # The last column predicts nothing that was recorded.
-    features = policy.features(as_tensor(batch.token_ids[:, :-1]), rows, columns)
+    experts = None if batch.experts is None else as_tensor(batch.experts[:, :-1])
+    features = policy.features(as_tensor(batch.token_ids[:, :-1]), rows, columns, experts=experts)
     chunk = max(1, _CHUNK_BYTES // (4 * policy.tokenizer_size))
     if len(targets) <= chunk:
         return score(features, targets)

@@ -5,6 +5,7 @@
 """
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sostenuto.errors import ConfigError
+from sostenuto.errors import ConfigError, RecordError
+from sostenuto.trainer.routing import Routers, find_routers
 
 _PROBE_TOKENS = 8
 
@@ -30,6 +32,8 @@ class Policy:
     module: PreTrainedModel
     tokenizer_size: int
     plain_head: bool
+    routers: Routers | None = None
+    """Of a mixture-of-experts model whose experts can be replayed."""
 
     @property
     def parameters(self) -> int:
@@ -55,14 +59,31 @@ class Policy:
         """Write config.json and safetensors as transformers does."""
         cast("Any", self.module).save_pretrained(str(directory))
 
-    def features(self, token_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """What `logits` needs at the given positions (M, ...) of right-padded `token_ids` (B, T)."""
+    def features(
+        self, token_ids: Tensor, rows: Tensor, columns: Tensor, *, experts: Tensor | None = None
+    ) -> Tensor:
+        """What `logits` needs at the given positions (M, ...) of right-padded `token_ids` (B, T).
+
+        `experts` (B, T, layers with a router, experts of a token) are run in place of the model's choice.
+        """
         # No attention mask: right padding is to the right of every real token, and attention is causal.
-        output: Any = (_decoder(self.module) if self.plain_head else self.module)(
-            input_ids=token_ids, use_cache=False
-        )
+        with self._replaying(experts):
+            output: Any = (_decoder(self.module) if self.plain_head else self.module)(
+                input_ids=token_ids, use_cache=False
+            )
         states: Tensor = output.last_hidden_state if self.plain_head else output.logits
         return states[rows, columns]
+
+    def _replaying(self, experts: Tensor | None) -> AbstractContextManager[None]:
+        if experts is None:
+            return nullcontext()
+        routers = self.routers
+        if routers is None:
+            raise RecordError(f"experts: {self.architecture} has no routers that can replay; leave them out")
+        found, needed = list(experts.shape[2:]), [routers.layers, routers.top_k]
+        if found != needed:
+            raise RecordError(f"experts: {found} layers and experts of a token, the model has {needed}")
+        return routers.replaying(experts.flatten(0, 1))
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits (M, tokenizer size) of `features`, float32 or better."""
@@ -76,7 +97,7 @@ def load_policy(directory: Path, dtype: str) -> Policy:
     module = _load_module(directory, dtype)
     module.eval()
     # A tokenizer may know more ids than the model has rows; those can be neither sampled nor trained.
-    return Policy(module, min(size, _rows(module)), _has_plain_head(module))
+    return Policy(module, min(size, _rows(module)), _has_plain_head(module), find_routers(module))
 
 
 def tokenizer_size(directory: Path) -> int:

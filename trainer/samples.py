@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sostenuto.errors import RecordError
-from sostenuto.records import Floats, Mask, Sequence, Tokens, Trajectory
+from sostenuto.records import Experts, Floats, Mask, Sequence, Tokens, Trajectory
 from sostenuto.types import Version
 
 
@@ -33,12 +33,16 @@ class Sample:
     version: Version | None = None
     origin: str = ""
     rollout_logprobs: Floats | None = None
+    experts: Experts | None = None
+    """Of its first tokens, where they were recorded."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
         arrays = (self.mask, self.logprobs, self.advantages, self.rollout_logprobs)
         if any(array is not None and array.shape != (length,) for array in arrays):
             raise RecordError(f"sample {self.origin}: every array must have shape ({length},)")
+        if self.experts is not None and (self.experts.ndim != 3 or len(self.experts) > length):
+            raise RecordError(f"sample {self.origin}: experts of shape {self.experts.shape} do not fit it")
         if length and bool(self.mask[0]):
             raise RecordError(f"sample {self.origin}: the first token has no context to be predicted from")
         if length and int(self.token_ids.min()) < 0:
@@ -72,11 +76,17 @@ def trajectory_samples(trajectory: Trajectory, advantage: float) -> list[Sample]
     RecordError when one span is to be trained in two sequences, or a log-probability is missing.
     """
     _refuse_trained_twice(trajectory)
-    parts = [_sample(trajectory, sequence, advantage) for sequence in trajectory.sequences]
+    experts = trajectory.experts or (None,) * len(trajectory.sequences)
+    parts = [
+        _sample(trajectory, sequence, advantage, routed)
+        for sequence, routed in zip(trajectory.sequences, experts, strict=True)
+    ]
     return [sample for sample in parts if sample is not None]
 
 
-def _sample(trajectory: Trajectory, sequence: Sequence, advantage: float) -> Sample | None:
+def _sample(
+    trajectory: Trajectory, sequence: Sequence, advantage: float, experts: Experts | None
+) -> Sample | None:
     spans = [span for span in sequence if len(span)]
     mask = np.concatenate([span.mask for span in spans]) if spans else np.zeros(0, dtype=np.bool_)
     trained = np.flatnonzero(mask)
@@ -90,6 +100,7 @@ def _sample(trajectory: Trajectory, sequence: Sequence, advantage: float) -> Sam
         advantages=np.where(mask[:end], advantage, 0.0).astype(np.float32),
         version=min(v.version for span in spans if span.mask.any() for v in span.versions),
         origin=trajectory.program_id,
+        experts=None if experts is None else experts[:end],
     )
     sample.check_policy()
     return sample

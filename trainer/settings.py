@@ -72,6 +72,12 @@ class LearnerSettings(Section):
     microbatch_tokens: int = Field(default=4096, gt=0)
     """Padded tokens that go through the model at once.  No effect on the gradient; bounds memory."""
 
+    routing_replay: bool = False
+    """Run the experts that each token was routed to when it was generated, in place of a new choice.
+
+    For mixture-of-experts models.  Their weights are of the present router, which learns from them.
+    """
+
     publication_directory: str | None = None
     """Where weights are published when shared memory has no room; None: the system's temporary folder."""
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from sostenuto.records import Experts
 from sostenuto.trainer.samples import Sample
 from sostenuto.types import Version
 
@@ -28,6 +29,8 @@ class WireSample(msgspec.Struct, frozen=True):
     version: Version | None
     origin: str
     rollout_logprobs: bytes | None
+    experts: tuple[tuple[int, int, int], bytes] | None = None
+    """Shape and numbers."""
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -126,6 +129,7 @@ def sample_to_wire(sample: Sample) -> WireSample:
         version=sample.version,
         origin=sample.origin,
         rollout_logprobs=None if rollout is None else rollout.astype(np.float32, copy=False).tobytes(),
+        experts=None if sample.experts is None else _experts_to_wire(sample.experts),
     )
 
 
@@ -139,4 +143,14 @@ def sample_from_wire(wire: WireSample) -> Sample:
         version=wire.version,
         origin=wire.origin,
         rollout_logprobs=None if rollout is None else np.frombuffer(rollout, dtype=np.float32),
+        experts=None if wire.experts is None else _experts_from_wire(*wire.experts),
     )
+
+
+def _experts_to_wire(experts: Experts) -> tuple[tuple[int, int, int], bytes]:
+    tokens, layers, top_k = experts.shape
+    return (tokens, layers, top_k), experts.astype(np.int16, copy=False).tobytes()
+
+
+def _experts_from_wire(shape: tuple[int, int, int], data: bytes) -> Experts:
+    return np.frombuffer(data, dtype=np.int16).reshape(shape)

@@ -104,6 +104,8 @@ class GenerateRequest(Wire):
     """Also return this many most probable tokens of each position."""
     routed_experts: bool = False
     """Also return which experts each token was routed to."""
+    routed_experts_from: int = Field(default=0, ge=0)
+    """Position of the first token to return them of; those before are in the record already."""
 
 
 class WireSpan(Wire):
@@ -128,7 +130,10 @@ class PauseMode(StrEnum):
 
 
 class RoutedExperts(Wire):
-    """The experts of each token that was computed: all but the last sampled one."""
+    """The experts of each token that was computed: all but the last sampled one.
+
+    Of tokens whose KV was there already, too.  None in a reply: the KV was lost before the turn ended.
+    """
 
     start: int
     """Position in the context of the first token."""

@@ -185,6 +185,7 @@ class GroupSupply:
             seed=seed_of(self._job.seed, draw.ordinal, member),
             environment_seed=seed_of(self._job.seed, draw.ordinal),
             group_size=self._job.algorithm.group_size,
+            routed_experts=self._job.learner.routing_replay,
             trainable_until=self._trainable_until(),
         )
 

@@ -10,8 +10,9 @@ Invariants:
 import numpy as np
 
 from sostenuto.errors import EngineError
-from sostenuto.records import Producer, Sequence, Span, VersionSpan
+from sostenuto.records import Experts, Producer, Sequence, Span, VersionSpan
 from sostenuto.runtime.engines.wire import FinishReason, GenerateReply
+from sostenuto.runtime.rendering.experts import ExpertLog
 from sostenuto.runtime.rendering.renderer import Piece, Renderer, Turn
 from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import Message, Version
@@ -35,6 +36,7 @@ class Conversation:
         self._closed: list[Sequence] = []
         self._seen_spans = 0
         """Of the current sequence: what an engine was sent or has returned."""
+        self._experts = ExpertLog()
         self.generated_tokens = 0
 
     @property
@@ -61,6 +63,15 @@ class Conversation:
         seen = tuple(self._spans[: self._seen_spans])
         return (*self._closed, seen) if seen else tuple(self._closed)
 
+    @property
+    def routed_tokens(self) -> int:
+        """How many tokens of the current sequence have recorded experts."""
+        return self._experts.tokens
+
+    def seen_experts(self) -> tuple[Experts | None, ...]:
+        """For the Trajectory: those of each of `seen_sequences`."""
+        return self._experts.sequences(len(self.seen_sequences()))
+
     def begin(
         self, messages: tuple[Message, ...], tools: tuple[ToolSchema, ...] = (), *, at_s: float = 0.0
     ) -> None:
@@ -79,6 +90,8 @@ class Conversation:
         """Take in what the engine returned, every token of it; EngineError when its parts disagree."""
         if reply.token_ids:
             self._spans.append(_policy_span(reply, started_s, ended_s))
+        if reply.routed_experts is not None:
+            self._experts.add(reply.routed_experts, context=len(self._token_ids) + len(reply.token_ids))
         self._seen_spans = len(self._spans)
         self._turn_ids += reply.token_ids
         self._token_ids += reply.token_ids
@@ -102,6 +115,7 @@ class Conversation:
         if extension.rewritten:
             self._closed.append(tuple(self._spans))
             self._spans, self._token_ids, self._seen_spans = [], [], 0
+            self._experts.close()
         self._settled += (self._turn.message, *new)
         self._turn, self._turn_ids = None, []
         self._feed(extension.pieces, at_s)

@@ -20,6 +20,8 @@ from sostenuto.types import GroupId, Outcome, ProgramId, Purpose, StopReason, Us
 Tokens = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+Experts = NDArray[np.int16]
+"""(tokens, layers with a router, experts a token) expert numbers, -1 where they are not known."""
 
 
 class Producer(StrEnum):
@@ -97,6 +99,8 @@ class Trajectory:
     usage: Usage = field(default_factory=Usage)
     outcome: Outcome | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    experts: tuple[Experts | None, ...] = ()
+    """For each sequence what its first tokens were routed to; empty where nothing was recorded."""
 
     def spans(self) -> Iterator[Span]:
         for sequence in self.sequences:
@@ -131,12 +135,26 @@ class Trajectory:
 
 def validate(trajectory: Trajectory) -> None:
     """Raise RecordError for a record that breaks invariants 2 or 3."""
+    _check_experts(trajectory)
     for index, span in enumerate(trajectory.spans()):
         try:
             _check(span)
         except RecordError as error:
             where = f"{trajectory.program_id}: span {index} ({span.producer})"
             raise RecordError(f"{where}: {error}") from None
+
+
+def _check_experts(trajectory: Trajectory) -> None:
+    if not trajectory.experts:
+        return
+    name, sequences = trajectory.program_id, trajectory.sequences
+    if len(trajectory.experts) != len(sequences):
+        raise RecordError(
+            f"{name}: experts of {len(trajectory.experts)} sequences, there are {len(sequences)}"
+        )
+    for index, (sequence, experts) in enumerate(zip(sequences, trajectory.experts, strict=True)):
+        if experts is not None and (experts.ndim != 3 or len(experts) > sum(map(len, sequence))):
+            raise RecordError(f"{name}: sequence {index}: experts of shape {experts.shape} do not fit it")
 
 
 def _check(span: Span) -> None:

@@ -66,7 +66,8 @@ class Core:
         self.weights = Weights(model.module, version)
         self._limit = min(model.context_tokens, kv_tokens)
         self._pool = Pool(model.shape, kv_tokens=kv_tokens, widest=self._limit, concurrency=concurrency)
-        self._checks = Checks(model, kv_tokens, self._limit, FEATURES)
+        self._features = FEATURES | model.features
+        self._checks = Checks(model, kv_tokens, self._limit, self._features)
         self._threads = threads
         self._pausing = Pausing()
         self._submitted = 0
@@ -102,7 +103,7 @@ class Core:
             version=str(self.weights.version),
             dtype=str(model.shape.dtype).removeprefix("torch."),
             threads=self._threads,
-            features=FEATURES,
+            features=self._features,
         )
 
     def load(self) -> Load:
@@ -285,6 +286,7 @@ class Core:
             self._pool.lanes.start_decoding(turn)
 
     def _finish(self, turn: Turn, reason: FinishReason, matched: int | str | None) -> None:
+        self._note_experts(turn)
         if turn.lane is None:
             self._waiting.remove(turn)
         elif turn.hold:
@@ -295,6 +297,14 @@ class Core:
         self._pausing.add_s(turn, now_s)
         turn.answer(turn.reply(reason, matched, now_s=now_s))
         self._pausing.settle(self._known)
+
+    def _note_experts(self, turn: Turn) -> None:
+        """Nothing is known of a turn that has no KV any more."""
+        routes = self._model.routes
+        if turn.request.routed_experts and routes is not None and turn.lane is not None:
+            keys, _ = turn.lane.prefix(turn.row, turn.computed)
+            start = min(turn.request.routed_experts_from, turn.computed)
+            turn.routed_experts = routes.read(keys, start)
 
     def _fail_everything(self) -> None:
         """Nothing that half new weights computed may leave this engine."""

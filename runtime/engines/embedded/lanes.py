@@ -26,16 +26,21 @@ class KvShape:
     value_size: int
     dtype: torch.dtype
     device: torch.device
+    added_layers: int = 0
+    """Behind those of the model, in the keys alone; see `routes`."""
 
     @property
     def token_bytes(self) -> int:
-        return self.layers * self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
+        keys = (self.layers + self.added_layers) * self.key_size
+        return self.heads * (keys + self.layers * self.value_size) * self.dtype.itemsize
 
     def empty(self, width: int, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uninitialised keys and values: (layers, [rows,] K, width, D)."""
-        lead = (self.layers, self.heads) if rows is None else (self.layers, rows, self.heads)
-        key = torch.empty((*lead, width, self.key_size), dtype=self.dtype, device=self.device)
-        value = torch.empty((*lead, width, self.value_size), dtype=self.dtype, device=self.device)
+        """Uninitialised keys and values: (layers, [rows,] K, width, D); keys have the added layers, too."""
+        lead = (self.heads,) if rows is None else (rows, self.heads)
+        keys = (self.layers + self.added_layers, *lead, width, self.key_size)
+        values = (self.layers, *lead, width, self.value_size)
+        key = torch.empty(keys, dtype=self.dtype, device=self.device)
+        value = torch.empty(values, dtype=self.dtype, device=self.device)
         return key, value
 
 

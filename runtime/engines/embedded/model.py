@@ -5,7 +5,7 @@ packed forward pass is compared with the model's own attention on a few tokens, 
 that the engine would compute wrongly is refused too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from sostenuto.runtime.engines.embedded import attention
 from sostenuto.runtime.engines.embedded.attention import Chunk, Decode, Step
 from sostenuto.runtime.engines.embedded.lanes import KvShape
 from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.embedded.routes import Routes
 from sostenuto.runtime.engines.embedded.tensors import (
     context_tokens,
     move,
@@ -28,6 +29,8 @@ from sostenuto.runtime.engines.embedded.tensors import (
     read_weights,
     use_attention,
 )
+from sostenuto.runtime.engines.wire import Feature
+from sostenuto.trainer.routing import Routers, find_routers
 
 _NO_LIMIT = 1 << 30
 _PROBE_TOKENS = 12
@@ -50,6 +53,18 @@ class Model:
     vocabulary_size: int
     context_tokens: int
     shape: KvShape
+    routers: Routers | None = None
+    """Of a mixture-of-experts model."""
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What this model adds to those of the engine."""
+        return frozenset({Feature.ROUTED_EXPERTS}) if self.routers else frozenset()
+
+    @property
+    def routes(self) -> Routes | None:
+        """Where the experts of each token are kept."""
+        return self.routers and Routes(self.shape.layers, self.routers.layers, self.routers.top_k)
 
     @property
     def architecture(self) -> str:
@@ -59,6 +74,16 @@ class Model:
         self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, step: Step
     ) -> torch.Tensor:
         """Logits (wanted, tokenizer_size) of packed tokens (T,) at `wanted`; their KV goes to `step`."""
+        if self.routers is None or self.routes is None:
+            return self._forward(token_ids, positions, wanted, step)
+        with self.routers.recording() as seen:
+            logits = self._forward(token_ids, positions, wanted, step)
+        self.routes.write(step, seen)
+        return logits
+
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, step: Step
+    ) -> torch.Tensor:
         output: Any = self.module(
             input_ids=token_ids[None], position_ids=positions[None], logits_to_keep=wanted,
             use_cache=False, slots=step,
@@ -77,6 +102,10 @@ def load(folder: Path, *, dtype: str, device: str) -> Model:
     module.eval().requires_grad_(False)
     vocabulary_size = output_rows(module)
     tokenizer_size = min(max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1, vocabulary_size)
+    routers, shape = find_routers(module), _probe(module, tokenizer_size)
+    if routers is not None:
+        added = Routes(shape.layers, routers.layers, routers.top_k).added_layers(shape)
+        shape = replace(shape, added_layers=added)
     return Model(
         name=folder.name,
         module=module,
@@ -84,7 +113,8 @@ def load(folder: Path, *, dtype: str, device: str) -> Model:
         tokenizer_size=tokenizer_size,
         vocabulary_size=vocabulary_size,
         context_tokens=context_tokens(config) or _NO_LIMIT,
-        shape=_probe(module, tokenizer_size),
+        shape=shape,
+        routers=routers,
     )
 
 

@@ -18,6 +18,10 @@ def as_tensor(array: NDArray[Any], device: torch.device | None = None) -> Tensor
     return _torch.from_numpy(array).to(device)
 
 
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    return cast("Any", tensor).cpu().numpy()
+
+
 def as_list(tensor: Tensor) -> list[Any]:
     return cast("Any", tensor).tolist()
 

@@ -17,7 +17,13 @@ from tokenizers.decoders import DecodeStream
 
 from sostenuto.runtime.engines.embedded.lanes import Lane
 from sostenuto.runtime.engines.embedded.refusal import Refusal
-from sostenuto.runtime.engines.wire import FinishReason, GenerateReply, GenerateRequest, WireVersionSpan
+from sostenuto.runtime.engines.wire import (
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    RoutedExperts,
+    WireVersionSpan,
+)
 from sostenuto.types import Version
 
 Ids = NDArray[np.int32]
@@ -91,6 +97,7 @@ class Turn:
     admitted_s: float | None = None
     first_token_s: float | None = None
     pause_s: float = 0.0
+    routed_experts: RoutedExperts | None = None
 
     @property
     def place(self) -> tuple[int, int]:
@@ -149,6 +156,7 @@ class Turn:
             prefill_s=first_token_s - admitted_s,
             decode_s=now_s - first_token_s,
             pause_s=self.pause_s,
+            routed_experts=self.routed_experts,
         )
 
     def _version_spans(self) -> list[WireVersionSpan]:
