@@ -32,6 +32,15 @@ class EngineSettings(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
 
+    speculation: Literal["prompt"] | None = None
+    """Where guesses at the next tokens come from; they are verified, several in one step.
+
+    prompt: what followed the last tokens when they were in the context before.
+    """
+
+    draft_tokens: int = Field(default=8, gt=0, le=64)
+    """Guesses for one request in one step, at most."""
+
 
 class TrainerProcessSettings(Section):
     threads: int = Field(default=1, gt=0)

@@ -22,6 +22,7 @@ from sostenuto.runtime.engines.embedded import attention
 from sostenuto.runtime.engines.embedded import model as embedded_model
 from sostenuto.runtime.engines.embedded.core import Core
 from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.embedded.speculation.speculator import Speculator
 from sostenuto.runtime.engines.embedded.tensors import use_attention
 from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest
 from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
@@ -65,8 +66,13 @@ def load(folder: Path) -> embedded_model.Model:
     return embedded_model.load(folder, dtype="float32", device="cpu")
 
 
-def make_core(folder: Path, *, kv_tokens: int = 4096, concurrency: int = 16) -> Core:
-    return Core(load(folder), version=Version(0, 0), kv_tokens=kv_tokens, concurrency=concurrency, threads=1)
+def make_core(
+    folder: Path, *, kv_tokens: int = 4096, concurrency: int = 16, speculator: Speculator | None = None
+) -> Core:
+    return Core(
+        load(folder), version=Version(0, 0), kv_tokens=kv_tokens, concurrency=concurrency, threads=1,
+        speculator=speculator,
+    )  # fmt: skip
 
 
 def reference_logprobs(

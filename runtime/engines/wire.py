@@ -219,6 +219,26 @@ class Capabilities(Wire):
     """Tokens a second that come back from it."""
 
 
+class Guesses(Wire):
+    """Tokens that were drafted, and those of them that were drawn, too."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Speculation(Wire):
+    """What drafting has come to, by updates of the weights of the model or of the drafter."""
+
+    source: str
+    """prompt, draft or mtp."""
+    version: str | None = None
+    """Of the drafter's weights, when it has any."""
+    total: Guesses
+    since_update: Guesses
+    before_update: Guesses
+    """Between the last two updates."""
+
+
 class Load(Wire):
     running: int
     waiting: int
@@ -234,6 +254,7 @@ class Load(Wire):
     pause_s: float
     evicted_programs: int = 0
     """Held programs whose KV was taken for a request that had no room."""
+    speculation: Speculation | None = None
 
 
 class CommitRequest(Wire):

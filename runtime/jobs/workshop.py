@@ -92,6 +92,8 @@ async def open_workshop(
             dtype=config.engine.dtype,
             version=str(version),
             device=config.engine.device,
+            speculation=config.engine.speculation,
+            draft_tokens=config.engine.draft_tokens,
         )
         async with (
             launch_embedded(settings, engine_id=engine_id, tap=premises.tap) as engine,

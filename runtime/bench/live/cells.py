@@ -101,6 +101,8 @@ class LiveSweep:
                     threads=self.engine.threads,
                     dtype=self.engine.dtype,
                     device=self.engine.device,
+                    speculation=self.engine.speculation,
+                    draft_tokens=self.engine.draft_tokens,
                 )
                 launched = launch_embedded(settings, engine_id=engine_id)
                 engines[engine_id] = await stack.enter_async_context(launched)

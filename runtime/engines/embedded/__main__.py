@@ -53,6 +53,8 @@ def _arguments() -> tuple[EmbeddedSettings, bool]:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--version", default="0.0")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--speculation", choices=("prompt",))
+    parser.add_argument("--draft-tokens", type=_positive, default=8)
     parser.add_argument("--until-stdin-closes", action="store_true")
     given = vars(parser.parse_args())
     until_stdin_closes = bool(given.pop("until_stdin_closes"))
@@ -124,6 +126,7 @@ def _core(settings: EmbeddedSettings) -> "Core":
 
     from sostenuto.runtime.engines.embedded.core import Core
     from sostenuto.runtime.engines.embedded.model import load
+    from sostenuto.runtime.engines.embedded.speculation.build import speculator_for
 
     torch.set_num_threads(settings.threads)
     version = _version(settings.version)
@@ -131,7 +134,7 @@ def _core(settings: EmbeddedSettings) -> "Core":
     _check_memory(settings.kv_tokens, model.shape.token_bytes, settings.device)
     return Core(
         model, version=version, kv_tokens=settings.kv_tokens, concurrency=settings.concurrency,
-        threads=settings.threads,
+        threads=settings.threads, speculator=speculator_for(model, settings),
     )  # fmt: skip
 
 

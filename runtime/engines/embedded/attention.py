@@ -1,9 +1,10 @@
 """Attention over KV that stays where it is, for tokens of many requests packed into one row.
 
-The model runs with a batch of one, (1, T): first the requests that decode, one token each, ordered as
-they lie in their lanes; then the chunks of prompts.  Only attention mixes tokens, and this function is
-the attention, so any transformers model that takes a registered one works unchanged.  Keys and values
-are written in place; nothing is gathered (measured: a gather costs more than the matmuls it serves).
+The model runs with a batch of one, (1, T): first the requests that decode, one token each and what is
+drafted for them, ordered as they lie in their lanes; then the chunks of prompts.  Only attention mixes
+tokens, and this function is the attention, so any transformers model that takes a registered one works
+unchanged.  Keys and values are written in place; nothing is gathered (measured: a gather costs more than
+the matmuls it serves).
 
 Suffixes: T = packed tokens, N = rows, H = query heads, K = key heads, S = key positions, D = head size.
 """
@@ -23,50 +24,103 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decode:
-    """One new token for each of the first N rows of a lane."""
+    """New tokens for each of the first N rows of a lane: one, or a few where drafts are verified.
+
+    Only attention pads a row to the most tokens of one; the packed tokens are exact.
+    """
 
     first: int
     """Place of its first token among the packed ones."""
     keys: torch.Tensor
     """(layers, rows, K, width, D), written in place."""
     values: torch.Tensor
+    counts: tuple[int, ...]
+    """Tokens of each row, N of them; together T."""
     positions: torch.Tensor
-    """(N,) of the new tokens."""
+    """(T,) of the new tokens."""
     longest: int
     rows: torch.Tensor = field(init=False)
-    _masks: dict[int | None, torch.Tensor] = field(init=False, default_factory=dict[int | None, torch.Tensor])
+    """(T,)"""
+    _ragged: "_Ragged | None" = field(init=False)
+    _masks: dict[tuple[int | None, int], torch.Tensor] = field(
+        init=False, default_factory=dict[tuple[int | None, int], torch.Tensor]
+    )
 
     def __post_init__(self) -> None:
-        count = self.positions.shape[0]
-        object.__setattr__(self, "rows", torch.arange(count, device=self.positions.device))
+        device, counts = self.positions.device, torch.tensor(self.counts)
+        rows = torch.arange(len(self.counts)).repeat_interleave(counts)
+        object.__setattr__(self, "rows", rows.to(device))
+        object.__setattr__(self, "_ragged", None if max(self.counts) == 1 else _ragged(counts, device))
 
     @property
     def last(self) -> int:
         return self.first + self.positions.shape[0]
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """(N, 1, 1, S), True where a key is seen."""
-        if window not in self._masks:
-            keys = torch.arange(self.longest, device=self.positions.device)[None, :]
-            self._masks[window] = _seen(self.positions[:, None], keys, window)[:, None, None, :]
-        return self._masks[window]
+    def mask(self, window: int | None, heads: int) -> torch.Tensor:
+        """(N, 1, heads * W, S), True where a key is seen; W = the most tokens of a row."""
+        if (window, heads) not in self._masks:
+            keys = torch.arange(self.longest, device=self.positions.device)
+            seen = _seen(self.positions[:, None], keys[None, :], window)
+            if self._ragged is None:
+                self._masks[window, heads] = seen[:, None, None, :]
+            else:
+                padded = self._ragged.pad(seen)[:, None, None]
+                self._masks[window, heads] = padded.expand(-1, 1, heads, -1, -1).flatten(2, 3)
+        return self._masks[window, heads]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         scaling: float | None, window: int | None,
     ) -> torch.Tensor:  # fmt: skip
-        """Append key and value (K, N, D), attend from query (H, N, D); returns (N, H, D)."""
+        """Append key and value (K, T, D), attend from query (H, T, D); returns (T, H, D)."""
         keys, values = self.keys[layer], self.values[layer]
         keys[self.rows, :, self.positions] = key.transpose(0, 1)
         values[self.rows, :, self.positions] = value.transpose(0, 1)
-        heads, count, size = query.shape
+        queries, count, ragged = query.transpose(0, 1), len(self.counts), self._ragged
+        group = query.shape[0] // key.shape[0]
         # The query heads of one key head become its queries: no key is repeated.
-        grouped = query.transpose(0, 1).reshape(count, key.shape[0], heads // key.shape[0], size)
+        shape = (count, key.shape[0], group, query.shape[2])
+        grouped = queries.reshape(shape) if ragged is None else ragged.group(queries, group)
         out = scaled_dot_product_attention(
             grouped, keys[:count, :, : self.longest], values[:count, :, : self.longest],
-            attn_mask=self.mask(window), scale=scaling,
+            attn_mask=self.mask(window, 1 if ragged is None else group), scale=scaling,
         )  # fmt: skip
-        return out.reshape(count, heads, -1)
+        return out.flatten(1, 2) if ragged is None else ragged.ungroup(out, group)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ragged:
+    """Between T packed tokens and N rows padded to W tokens each."""
+
+    places: torch.Tensor
+    """(N, W): which packed token; the last of a row again where it has fewer."""
+    back: torch.Tensor
+    """(T,): where each packed token lies among the N * W."""
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """(T, ...) to (N, W, ...)."""
+        return packed[self.places]
+
+    def group(self, queries: torch.Tensor, group: int) -> torch.Tensor:
+        """(T, H, D) to (N, K, group * W, D)."""
+        rows, width = self.places.shape
+        heads, size = queries.shape[1:]
+        padded = self.pad(queries).view(rows, width, heads // group, group, size)
+        return padded.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+    def ungroup(self, out: torch.Tensor, group: int) -> torch.Tensor:
+        """(N, K, group * W, D) to (T, H, D)."""
+        rows, keys, _, size = out.shape
+        padded = out.view(rows, keys, group, -1, size).permute(0, 3, 1, 2, 4)
+        return padded.reshape(-1, keys * group, size)[self.back]
+
+
+def _ragged(counts: torch.Tensor, device: torch.device) -> _Ragged:
+    width = int(counts.max())
+    inside = torch.arange(width).minimum(counts[:, None] - 1)
+    first = counts.cumsum(0) - counts
+    back = (torch.arange(width) < counts[:, None]).flatten().nonzero()[:, 0]
+    return _Ragged((first[:, None] + inside).to(device), back.to(device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +156,7 @@ class Chunk:
         keys, values = self.keys[layer], self.values[layer]
         keys[:, self.start : end] = key
         values[:, self.start : end] = value
-        whole = self.start == 0 and (window is None or window >= end)
+        whole = (self.start == 0 or self.count == 1) and (window is None or window >= end)
         out = scaled_dot_product_attention(
             query[None], keys[None, :, :end], values[None, :, :end],
             attn_mask=None if whole else self.mask(window), is_causal=whole and self.count > 1,

@@ -1,7 +1,8 @@
 """The engine without its process: requests in, answers out, one model step at a time.
 
-- A step computes, in one forward pass, one token of each request that decodes and chunks of the
-  prompts that wait for it; requests join and leave between any two steps.
+- A step computes, in one forward pass, one token of each request that decodes, what is guessed to
+  follow it (`speculation`), and chunks of the prompts that wait for it; requests join and leave between
+  any two steps.
 - The highest priority first, then first come, first served.  A request waits only for room, a place in
   the batch, a prefix that a running request is just computing for it, or the end of a pause.
 - Every request is answered exactly once.
@@ -12,6 +13,7 @@ import time
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -22,9 +24,10 @@ from sostenuto.runtime.engines.embedded.packing import Plan, plan
 from sostenuto.runtime.engines.embedded.pausing import Paused, Pausing
 from sostenuto.runtime.engines.embedded.pool import Pool
 from sostenuto.runtime.engines.embedded.refusal import Refusal
-from sostenuto.runtime.engines.embedded.sampling import Draws, draw
+from sostenuto.runtime.engines.embedded.sampling import draw_next
 from sostenuto.runtime.engines.embedded.scoring import ScoreJob
-from sostenuto.runtime.engines.embedded.turn import StopStrings, Turn, tagged
+from sostenuto.runtime.engines.embedded.speculation.speculator import Speculator
+from sostenuto.runtime.engines.embedded.turn import Ending, StopStrings, Turn, tagged
 from sostenuto.runtime.engines.embedded.weights import Weights
 from sostenuto.runtime.engines.wire import (
     Capabilities,
@@ -40,8 +43,6 @@ from sostenuto.runtime.engines.wire import (
     ScoreRequest,
 )
 from sostenuto.types import Version
-
-_SEED_MASK = (1 << 64) - 1
 
 FEATURES = frozenset({Feature.HOLD, Feature.SCORE, Feature.UPDATE, Feature.PAUSE})
 
@@ -60,8 +61,9 @@ class Core:
     """Continuous batching over one model."""
 
     def __init__(
-        self, model: Model, *, version: Version, kv_tokens: int, concurrency: int, threads: int
-    ) -> None:
+        self, model: Model, *, version: Version, kv_tokens: int, concurrency: int, threads: int,
+        speculator: Speculator | None = None,
+    ) -> None:  # fmt: skip
         self._model = model
         self.weights = Weights(model.module, version)
         self._limit = min(model.context_tokens, kv_tokens)
@@ -71,6 +73,7 @@ class Core:
         self._threads = threads
         self._pausing = Pausing()
         self._submitted = 0
+        self._speculator = speculator
         self._waiting: list[Turn] = []
         """By priority, then as they came."""
         self._scores: list[ScoreJob] = []
@@ -121,6 +124,7 @@ class Core:
             busy_s=counters.busy_s,
             pause_s=counters.pause_s,
             evicted_programs=self._pool.evicted_programs,
+            speculation=self._speculator.load() if self._speculator else None,
         )
 
     def submit(self, request: GenerateRequest, answer: Callable[[GenerateReply | Refusal], None]) -> None:
@@ -209,6 +213,8 @@ class Core:
         for job in self._scores:
             job.restart()
         pause_s = time.monotonic() - started_s
+        if self._speculator:
+            self._speculator.updated()
         self._counters.updates += 1
         if not self._pausing.is_still:  # else it is counted at the end of the pause
             for turn in self._known:
@@ -226,6 +232,8 @@ class Core:
             self._wait(turn)
         self._admit()
         if self._pool.running:
+            if self._speculator:
+                self._speculator.propose(self._pool)
             self._compute(plan(self._pool, self._model.shape.device))
         if not self._pausing.is_paused:
             self._advance_scores()
@@ -258,32 +266,30 @@ class Core:
         version = self.weights.version
         for turn, count in planned.fed:
             turn.tags = tagged(turn.tags, version, turn.computed)
-            turn.computed += count
+            turn.computed += count - turn.drafted
         self._counters.prefilled_tokens += sum(chunk.count for chunk in planned.step.chunks)
         if planned.sampling:
             self._sample(planned.sampling, logits)
 
     def _sample(self, turns: list[Turn], logits: torch.Tensor) -> None:
-        samplings = [turn.request.sampling for turn in turns]
-        draws = Draws(
-            np.array([sampling.temperature for sampling in samplings], dtype=np.float32),
-            np.array([sampling.seed & _SEED_MASK for sampling in samplings], dtype=np.uint64),
-            np.array([turn.length for turn in turns], dtype=np.uint64),
-        )
-        tokens, logprobs = draw(logits, draws)
+        drawn = iter(zip(*draw_next(logits, turns), strict=True))
         now_s = time.monotonic()
-        self._counters.generated_tokens += len(turns)
-        for turn, token, logprob in zip(turns, tokens, logprobs, strict=True):
-            self._take(turn, token, logprob, now_s)
+        # All take before one ends: a row that closes up moves with the KV that is known to be right.
+        endings = [self._take(turn, list(islice(drawn, turn.drafted + 1)), now_s) for turn in turns]
+        for turn, ending in zip(turns, endings, strict=True):
+            if ending is not None:
+                self._finish(turn, *ending)
+            elif turn.lane is not None and not turn.decodes:
+                self._pool.lanes.start_decoding(turn)
 
-    def _take(self, turn: Turn, token: int, logprob: float, now_s: float) -> None:
-        turn.append(token, logprob, self.weights.version)
+    def _take(self, turn: Turn, drawn: list[tuple[int, float]], now_s: float) -> Ending | None:
+        drafted, verified = turn.drafted, turn.take(drawn, self.weights.version)
+        self._counters.generated_tokens += verified.taken
+        if drafted and self._speculator:
+            self._speculator.learn(turn, drafted, verified.tested, verified.accepted)
         if turn.first_token_s is None:
             turn.first_token_s = now_s
-        if (ending := turn.ending()) is not None:
-            self._finish(turn, *ending)
-        elif turn.lane is not None and turn.row >= turn.lane.decoding:
-            self._pool.lanes.start_decoding(turn)
+        return verified.ending
 
     def _finish(self, turn: Turn, reason: FinishReason, matched: int | str | None) -> None:
         self._note_experts(turn)

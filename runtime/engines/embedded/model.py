@@ -200,16 +200,15 @@ def _own_pass(module: PreTrainedModel, token_ids: torch.Tensor) -> tuple[torch.T
 
 
 def _packed_pass(module: PreTrainedModel, token_ids: torch.Tensor, shape: KvShape) -> torch.Tensor:
-    """As a chunk from nothing, a chunk that continues, and single decoded tokens."""
+    """As a chunk from nothing, a chunk that continues, and decoded tokens, two at once and one."""
     keys, values = shape.empty(_PROBE_TOKENS, rows=1)
     positions = torch.arange(_PROBE_TOKENS, device=token_ids.device)
     outputs: list[torch.Tensor] = []
-    edges = [0, 4, 9, *range(10, _PROBE_TOKENS + 1)]
-    for start, end in pairwise(edges):
-        if end - start > 1:
+    for start, end in pairwise((0, 4, 9, 11, _PROBE_TOKENS)):
+        if end - start > 2:
             step = Step((), (Chunk(0, keys[:, 0], values[:, 0], start, end - start),))
         else:
-            step = Step((Decode(0, keys, values, positions[start:end], end),), ())
+            step = Step((Decode(0, keys, values, (end - start,), positions[start:end], end),), ())
         output: Any = module(
             input_ids=token_ids[None, start:end], position_ids=positions[None, start:end],
             use_cache=False, slots=step,

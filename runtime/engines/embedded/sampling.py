@@ -7,6 +7,7 @@ Shapes: N = rows, V = vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from sostenuto.runtime.engines.embedded.tensors import as_list, as_tensor
+from sostenuto.runtime.engines.embedded.turn import Turn
 
 _BLOCK = 256
+_SEED_MASK = (1 << 64) - 1
 _BELOW_ONE = 1.0 - 2.0**-53
 
 
@@ -40,6 +43,18 @@ def noise(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[n
     golden = np.uint64(0x9E3779B97F4A7C15)
     state = _mix(seeds + golden) + (positions + np.uint64(1)) * golden
     return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw_next(logits: torch.Tensor, turns: Sequence[Turn]) -> tuple[list[int], list[float]]:
+    """What follows each context and each guess behind it, in the order of `turns`: 1 + drafted each."""
+    rows = [(turn, turn.length + i) for turn in turns for i in range(1 + turn.drafted)]
+    samplings = [turn.request.sampling for turn, _ in rows]
+    draws = Draws(
+        np.array([sampling.temperature for sampling in samplings], dtype=np.float32),
+        np.array([sampling.seed & _SEED_MASK for sampling in samplings], dtype=np.uint64),
+        np.array([position for _, position in rows], dtype=np.uint64),
+    )
+    return draw(logits, draws)
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> tuple[list[int], list[float]]:

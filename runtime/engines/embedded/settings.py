@@ -21,12 +21,18 @@ class EmbeddedSettings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     version: str = "0.0"
     device: str = "cpu"
+    speculation: Literal["prompt"] | None = None
+    """Where guesses at the next tokens come from."""
+    draft_tokens: int = 8
+    """Guesses for one request in one step, at most."""
 
     def arguments(self) -> list[str]:
         """The command line of `python -m sostenuto.runtime.engines.embedded`."""
         pairs = {
             "--model": self.model, "--socket": self.socket, "--kv-tokens": self.kv_tokens,
             "--concurrency": self.concurrency, "--threads": self.threads, "--dtype": self.dtype,
-            "--version": self.version, "--device": self.device,
+            "--version": self.version, "--device": self.device, "--speculation": self.speculation,
+            "--draft-tokens": self.draft_tokens,
         }  # fmt: skip
-        return [text for name, value in pairs.items() for text in (name, str(value))]
+        given = {name: value for name, value in pairs.items() if value is not None}
+        return [text for name, value in given.items() for text in (name, str(value))]

@@ -7,7 +7,7 @@
   stays, and `cached_tokens + prefilled_tokens` remains the length of the request's context.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from sostenuto.runtime.engines.embedded.lanes import Lane
 from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.embedded.speculation.acceptance import Acceptance
 from sostenuto.runtime.engines.wire import (
     FinishReason,
     GenerateReply,
@@ -72,6 +73,21 @@ class StopStrings:
         return next((string for string in self._strings if string in text), None)
 
 
+Ending = tuple[FinishReason, int | str | None]
+"""Why a turn is over, and what its last tokens matched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What became of the tokens that one step drew for a request."""
+
+    taken: int
+    tested: int
+    """Guesses up to the first wrong one, with it."""
+    accepted: int
+    ending: Ending | None
+
+
 @dataclass(slots=True, eq=False)
 class Turn:
     """The engine thread alone changes it."""
@@ -91,6 +107,9 @@ class Turn:
     row: int = -1
     computed: int = 0
     tags: KvTags = ()
+    drafted: int = 0
+    """Guesses at tokens[length:] that the next pass verifies; 0 between steps."""
+    acceptance: Acceptance = field(default_factory=Acceptance)
     cached_tokens: int | None = None
     logprobs: list[float] = field(default_factory=list[float])
     version_starts: list[tuple[Version, int]] = field(default_factory=list[tuple[Version, int]])
@@ -114,6 +133,16 @@ class Turn:
         return self.tokens[: self.length]
 
     @property
+    def decodes(self) -> bool:
+        """Whether all but its last token have their KV in its row."""
+        return self.lane is not None and self.row < self.lane.decoding
+
+    @property
+    def verifiable(self) -> bool:
+        """Whether several tokens can be drawn at once: what a grammar allows is known for one alone."""
+        return self.request.sampling.grammar is None
+
+    @property
     def remaining(self) -> int:
         """Tokens that it may still sample."""
         return len(self.tokens) - self.length
@@ -130,7 +159,24 @@ class Turn:
         self.length += 1
         self.logprobs.append(logprob)
 
-    def ending(self) -> tuple[FinishReason, int | str | None] | None:
+    def take(self, drawn: Sequence[tuple[int, float]], version: Version) -> Verified:
+        """Take tokens and log-probabilities that were drawn at `length` and after each guess.
+
+        They are those of the context as it is now while they equal the guesses; the first other one is
+        the last of them.
+        """
+        guesses = self.tokens[self.length : self.length + self.drafted].tolist()
+        self.drafted, accepted = 0, 0
+        for taken, (token, logprob) in enumerate(drawn, 1):
+            self.append(token, logprob, version)
+            right = taken <= len(guesses) and token == guesses[taken - 1]
+            accepted += right
+            if (ending := self.ending()) is not None or not right:
+                return Verified(taken, min(taken, len(guesses)), accepted, ending)
+            self.computed += 1  # the pass fed the guess that this token is
+        raise AssertionError("one more token is drawn than guessed")
+
+    def ending(self) -> Ending | None:
         """Whether the token that was just appended ends the turn, and what it matched."""
         token = int(self.tokens[self.length - 1])
         if token in self.stop_ids:
