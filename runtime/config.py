@@ -41,6 +41,9 @@ class EngineSettings(Section):
     draft_tokens: int = Field(default=8, gt=0, le=64)
     """Guesses for one request in one step, at most."""
 
+    quantization: Literal["int8", "fp8", "nvfp4"] | None = None
+    """Keep matrices in few bits.  `learner.quantization` makes training compute with the same values."""
+
 
 class TrainerProcessSettings(Section):
     threads: int = Field(default=1, gt=0)

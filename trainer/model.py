@@ -7,6 +7,7 @@
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sostenuto.errors import ConfigError, RecordError
+from sostenuto.trainer.quantization import Format, compute_with, fake_quantize, quantized_weights
 from sostenuto.trainer.routing import Routers, find_routers
 
 _PROBE_TOKENS = 8
@@ -91,12 +93,15 @@ class Policy:
         return rows[:, : self.tokenizer_size].to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def load_policy(directory: Path, dtype: str) -> Policy:
+def load_policy(directory: Path, dtype: str, quantization: Format | None = None) -> Policy:
     """Read a Hugging Face folder.  ConfigError names what is missing or does not fit."""
     size = tokenizer_size(directory)
     module = _load_module(directory, dtype)
     module.eval()
     # A tokenizer may know more ids than the model has rows; those can be neither sampled nor trained.
+    if quantization is not None:
+        for weight in quantized_weights(module):
+            compute_with(weight, partial(fake_quantize, weight.tensor, quantization))
     return Policy(module, min(size, _rows(module)), _has_plain_head(module), find_routers(module))
 
 

@@ -68,7 +68,7 @@ class Session:
     def _open(self, command: Open) -> TrainerFacts:
         settings = LearnerSettings.model_validate_json(command.settings)
         self._source = Path(command.model_directory)
-        policy = load_policy(self._source, settings.dtype)
+        policy = load_policy(self._source, settings.dtype, settings.quantization)
         self._learner = Learner(policy, settings, seed=command.seed, version=command.version)
         self.close()
         directory = settings.publication_directory

@@ -72,6 +72,12 @@ class LearnerSettings(Section):
     microbatch_tokens: int = Field(default=4096, gt=0)
     """Padded tokens that go through the model at once.  No effect on the gradient; bounds memory."""
 
+    quantization: Literal["int8", "fp8", "nvfp4"] | None = None
+    """Compute with matrices as an engine of this quantization has them; what is published stays whole.
+
+    None: compute with what is learnt; a quantized engine then differs, and `correction` weighs that.
+    """
+
     routing_replay: bool = False
     """Run the experts that each token was routed to when it was generated, in place of a new choice.
 

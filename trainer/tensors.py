@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 import torch.utils.checkpoint
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 _torch = cast("Any", torch)
 _files = cast("Any", safetensors.torch)
@@ -32,6 +32,31 @@ def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 def backpropagate(loss: Tensor) -> None:
     cast("Any", loss).backward()
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, values: Tensor, _source: Tensor) -> Tensor:  # noqa: ANN401
+        return values
+
+    @staticmethod
+    def backward(_ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ANN401
+        return None, grad_outputs[0]
+
+
+def straight_through(values: Tensor, source: Tensor) -> Tensor:
+    """`values`; their gradient is that of `source`."""
+    return cast("Any", _StraightThrough).apply(values, source)
+
+
+def named_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module inside, by path."""
+    return list(cast("Any", module).named_modules())
+
+
+def own_parameters(part: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those of the module itself, not of the ones inside."""
+    return list(cast("Any", part).named_parameters(recurse=False))
 
 
 def seed_everything(seed: int) -> None:

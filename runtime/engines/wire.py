@@ -210,6 +210,10 @@ class Capabilities(Wire):
     version: str
     dtype: str
     threads: int
+    quantization: str | None = None
+    """How matrices are kept: int8, fp8 or nvfp4; None: in `dtype`."""
+    weight_bytes: int = 0
+    """Memory of one version of the weights; 0: not told."""
     kind: str = "embedded"
     """embedded, vllm or sglang."""
     features: frozenset[Feature] = frozenset()

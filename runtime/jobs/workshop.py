@@ -94,6 +94,7 @@ async def open_workshop(
             device=config.engine.device,
             speculation=config.engine.speculation,
             draft_tokens=config.engine.draft_tokens,
+            quantization=config.engine.quantization,
         )
         async with (
             launch_embedded(settings, engine_id=engine_id, tap=premises.tap) as engine,

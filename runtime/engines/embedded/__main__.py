@@ -51,6 +51,7 @@ def _arguments() -> tuple[EmbeddedSettings, bool]:
     parser.add_argument("--concurrency", type=_positive, required=True)
     parser.add_argument("--threads", type=_positive, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--quantization", choices=("int8", "fp8", "nvfp4"))
     parser.add_argument("--version", default="0.0")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--speculation", choices=("prompt",))
@@ -130,7 +131,9 @@ def _core(settings: EmbeddedSettings) -> "Core":
 
     torch.set_num_threads(settings.threads)
     version = _version(settings.version)
-    model = load(settings.model, dtype=settings.dtype, device=settings.device)
+    model = load(
+        settings.model, dtype=settings.dtype, device=settings.device, quantization=settings.quantization
+    )
     _check_memory(settings.kv_tokens, model.shape.token_bytes, settings.device)
     return Core(
         model, version=version, kv_tokens=settings.kv_tokens, concurrency=settings.concurrency,

@@ -65,7 +65,7 @@ class Core:
         speculator: Speculator | None = None,
     ) -> None:  # fmt: skip
         self._model = model
-        self.weights = Weights(model.module, version)
+        self.weights = Weights(model.module, version, model.quantized)
         self._limit = min(model.context_tokens, kv_tokens)
         self._pool = Pool(model.shape, kv_tokens=kv_tokens, widest=self._limit, concurrency=concurrency)
         self._features = FEATURES | model.features
@@ -106,6 +106,8 @@ class Core:
             version=str(self.weights.version),
             dtype=str(model.shape.dtype).removeprefix("torch."),
             threads=self._threads,
+            quantization=model.quantization,
+            weight_bytes=model.weight_bytes,
             features=self._features,
         )
 

@@ -5,7 +5,7 @@ packed forward pass is compared with the model's own attention on a few tokens, 
 that the engine would compute wrongly is refused too.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from sostenuto.runtime.engines.embedded import attention
 from sostenuto.runtime.engines.embedded.attention import Chunk, Decode, Step
 from sostenuto.runtime.engines.embedded.lanes import KvShape
+from sostenuto.runtime.engines.embedded.quantized import quantize_model, weight_bytes
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.routes import Routes
 from sostenuto.runtime.engines.embedded.tensors import (
@@ -30,6 +31,7 @@ from sostenuto.runtime.engines.embedded.tensors import (
     use_attention,
 )
 from sostenuto.runtime.engines.wire import Feature
+from sostenuto.trainer.quantization import Format, Quantized
 from sostenuto.trainer.routing import Routers, find_routers
 
 _NO_LIMIT = 1 << 30
@@ -55,6 +57,17 @@ class Model:
     shape: KvShape
     routers: Routers | None = None
     """Of a mixture-of-experts model."""
+    quantized: dict[str, Quantized] = field(default_factory=dict[str, Quantized])
+    """The matrices that are kept in few bits, by parameter name."""
+
+    @property
+    def quantization(self) -> Format | None:
+        return next((weight.format for weight in self.quantized.values()), None)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one version; as much again is there once an update was prepared."""
+        return weight_bytes(self.module, self.quantized)
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -91,7 +104,7 @@ class Model:
         return output.logits[0, :, : self.tokenizer_size]
 
 
-def load(folder: Path, *, dtype: str, device: str) -> Model:
+def load(folder: Path, *, dtype: str, device: str, quantization: Format | None = None) -> Model:
     """Load a model folder, or raise Refusal."""
     attention.register()
     quieten()
@@ -100,6 +113,7 @@ def load(folder: Path, *, dtype: str, device: str) -> Model:
     module = _weights(folder, config, getattr(torch, dtype))
     move(module, torch.device(device))
     module.eval().requires_grad_(False)
+    quantized = quantize_model(module, quantization) if quantization else {}
     vocabulary_size = output_rows(module)
     tokenizer_size = min(max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1, vocabulary_size)
     routers, shape = find_routers(module), _probe(module, tokenizer_size)
@@ -115,6 +129,7 @@ def load(folder: Path, *, dtype: str, device: str) -> Model:
         context_tokens=context_tokens(config) or _NO_LIMIT,
         shape=shape,
         routers=routers,
+        quantized=quantized,
     )
 
 

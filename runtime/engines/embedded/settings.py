@@ -25,6 +25,8 @@ class EmbeddedSettings:
     """Where guesses at the next tokens come from."""
     draft_tokens: int = 8
     """Guesses for one request in one step, at most."""
+    quantization: Literal["int8", "fp8", "nvfp4"] | None = None
+    """How matrices are kept, by the rules of `trainer.quantization`; they compute in `dtype`."""
 
     def arguments(self) -> list[str]:
         """The command line of `python -m sostenuto.runtime.engines.embedded`."""
@@ -32,7 +34,7 @@ class EmbeddedSettings:
             "--model": self.model, "--socket": self.socket, "--kv-tokens": self.kv_tokens,
             "--concurrency": self.concurrency, "--threads": self.threads, "--dtype": self.dtype,
             "--version": self.version, "--device": self.device, "--speculation": self.speculation,
-            "--draft-tokens": self.draft_tokens,
+            "--draft-tokens": self.draft_tokens, "--quantization": self.quantization,
         }  # fmt: skip
         given = {name: value for name, value in pairs.items() if value is not None}
         return [text for name, value in given.items() for text in (name, str(value))]

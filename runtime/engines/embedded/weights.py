@@ -3,9 +3,11 @@
 - `stage` copies and verifies into spare tensors while the model decodes; `commit` exchanges pointers
   between two steps, so the pause does not grow with the model, and the old tensors are the next spare.
 - Tied parameters are one tensor and stay one.
+- Parameters are published whole; those that are kept in few bits are quantized when they were verified.
 - Versions never go back.  After a commit that failed half way, `broken` says so until a full update.
 """
 
+import math
 import mmap
 import zlib
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ import torch
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.tensors import as_tensor
 from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
+from sostenuto.trainer.quantization import Quantized, quantize
 from sostenuto.types import Version
 
 _PUBLISH_AGAIN = "publish the version again; the engine still serves the old weights"
@@ -25,12 +28,17 @@ _PUBLISH_AGAIN = "publish the version again; the engine still serves the old wei
 class Weights:
     """The parameters of one module, under one version."""
 
-    def __init__(self, module: torch.nn.Module, version: Version) -> None:
+    def __init__(
+        self, module: torch.nn.Module, version: Version, quantized: Mapping[str, Quantized] | None = None
+    ) -> None:
         self.version = version
         self.staged: Version | None = None
         self.broken: str | None = None
+        self._dtype = next(module.parameters()).dtype
+        self._quantized = quantized or {}
         self._names, self._live = _distinct(module.state_dict(keep_vars=True))
-        self._spare: dict[str, torch.Tensor] = {}
+        self._names |= {name: name for name in self._quantized}
+        self._spare: dict[str, tuple[torch.Tensor, ...]] = {}
 
     def stage(self, manifest: Manifest) -> Version:
         """Copy and verify every tensor of `manifest`; Refusal names the first that is wrong."""
@@ -39,7 +47,7 @@ class Weights:
         entries = self._complete(manifest)
         with _mapped(manifest) as content:
             for name, entry in entries.items():
-                _check_form(entry, self._live[name])
+                _check_form(entry, *self._form(name))
                 self._copy(name, entry, content)
         self.staged = version
         return version
@@ -50,8 +58,9 @@ class Weights:
         if self.staged != version:
             raise _not_prepared(text, self.staged)
         self.broken = f"the update to {version} failed half way"
-        for name, live in self._live.items():
-            self._exchange(live, name)
+        for name in (*self._live, *self._quantized):
+            for live, spare in zip(self._tensors(name), self._spare[name], strict=True):
+                self._exchange(live, spare)
         self.version, self.staged, self.broken = version, None, None
         return version
 
@@ -60,8 +69,20 @@ class Weights:
         if self.staged == _parsed(text):
             self.staged = None
 
-    def _exchange(self, live: torch.Tensor, name: str) -> None:
-        live.data, self._spare[name] = self._spare[name], live.data
+    def _exchange(self, live: torch.Tensor, spare: torch.Tensor) -> None:
+        live.data, spare.data = spare.data, live.data
+
+    def _tensors(self, name: str) -> tuple[torch.Tensor, ...]:
+        """What is kept of a parameter."""
+        quantized = self._quantized.get(name)
+        return quantized.tensors if quantized is not None else (self._live[name],)
+
+    def _form(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Of a parameter as it is published."""
+        quantized = self._quantized.get(name)
+        if quantized is not None:
+            return quantized.shape, self._dtype
+        return tuple(self._live[name].shape), self._live[name].dtype
 
     def _newer(self, text: str) -> Version:
         version = _parsed(text)
@@ -80,7 +101,7 @@ class Weights:
             if name in entries:
                 raise _wrong(entry.name, f"is given twice (tied to {entries[name].name})")
             entries[name] = entry
-        if missing := [name for name in self._live if name not in entries]:
+        if missing := [name for name in (*self._live, *self._quantized) if name not in entries]:
             raise _wrong(missing[0], f"is missing ({len(missing)} missing in all)")
         return entries
 
@@ -91,10 +112,18 @@ class Weights:
         held = np.array(content[entry.offset : entry.offset + entry.nbytes], dtype=np.uint8)
         if zlib.crc32(held.data) != entry.checksum:
             raise _wrong(entry.name, "its bytes do not have the checksum of the manifest")
-        live = self._live[name]
+        shape, dtype = self._form(name)
+        kept = self._tensors(name)
+        tensor = as_tensor(held).view(dtype).view(shape).to(kept[0].device)
         if name not in self._spare:
-            self._spare[name] = torch.empty_like(live.data)
-        self._spare[name].copy_(as_tensor(held).view(live.dtype).view(live.shape))
+            self._spare[name] = tuple(torch.empty_like(live.data) for live in kept)
+        for spare, new in zip(self._spare[name], self._converted(name, tensor), strict=True):
+            spare.copy_(new)
+
+    def _converted(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What is kept of a parameter that was published as `tensor`."""
+        quantized = self._quantized.get(name)
+        return (tensor,) if quantized is None else quantize(tensor, quantized.format).tensors
 
 
 def _distinct(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
@@ -104,14 +133,14 @@ def _distinct(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], dict[s
     return names, {name: state[name] for name in first.values()}
 
 
-def _check_form(entry: TensorEntry, live: torch.Tensor) -> None:
-    dtype = str(live.dtype).removeprefix("torch.")
-    if entry.shape != tuple(live.shape):
-        raise _wrong(entry.name, f"has shape {list(entry.shape)}, the model has {list(live.shape)}")
-    if entry.dtype != dtype:
-        raise _wrong(entry.name, f"has dtype {entry.dtype}, the engine serves {dtype}")
-    if entry.nbytes != live.nbytes:
-        raise _wrong(entry.name, f"has {entry.nbytes} bytes, its shape has {live.nbytes}")
+def _check_form(entry: TensorEntry, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    if entry.shape != shape:
+        raise _wrong(entry.name, f"has shape {list(entry.shape)}, the model has {list(shape)}")
+    if entry.dtype != name:
+        raise _wrong(entry.name, f"has dtype {entry.dtype}, the engine serves {name}")
+    if entry.nbytes != (nbytes := math.prod(shape) * dtype.itemsize):
+        raise _wrong(entry.name, f"has {entry.nbytes} bytes, its shape has {nbytes}")
 
 
 class _mapped:  # noqa: N801 - a context manager, used like a function
