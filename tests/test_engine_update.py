@@ -184,13 +184,13 @@ def test_a_commit_that_fails_half_way_stops_the_engine_until_a_full_update(
     start(desk, "a")
     desk.core.weights.stage(manifest)
     exchange = desk.core.weights._exchange  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-    swapped: list[str] = []
+    swapped: list[Tensor] = []
 
-    def fail_at_the_third(live: Tensor, name: str) -> None:
-        swapped.append(name)
+    def fail_at_the_third(live: Tensor, spare: Tensor) -> None:
+        swapped.append(live)
         if len(swapped) == 3:
             raise MemoryError("injected")
-        exchange(live, name)
+        exchange(live, spare)
 
     with monkeypatch.context() as patch:
         patch.setattr(desk.core.weights, "_exchange", fail_at_the_third)

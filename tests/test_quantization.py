@@ -218,7 +218,7 @@ def test_an_update_that_is_torn_changes_nothing(tmp_path: Path):
 def test_a_quantized_engine_holds_no_whole_matrix_between_two_steps_and_tells_its_memory(tmp_path: Path):
     folder = make_folder(tmp_path, hidden_size=256, intermediate_size=512)
     whole = make_desk(folder, None).core.capabilities()
-    sizes = {}
+    sizes: dict[Format, int] = {}
     for kind in FORMATS:
         desk = make_desk(folder, kind)
         desk.turn("a", prompt(9))

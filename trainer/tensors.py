@@ -36,11 +36,11 @@ def backpropagate(loss: Tensor) -> None:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, values: Tensor, _source: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, values: Tensor, _source: Tensor) -> Tensor:  # noqa: ANN401
         return values
 
     @staticmethod
-    def backward(_ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ANN401
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ANN401
         return None, grad_outputs[0]
 
 
