@@ -91,7 +91,7 @@ def _decompressed(archive: IO[bytes]) -> IO[bytes]:
     magic = archive.read(3)
     archive.seek(0)
     if magic.startswith(b"\x1f\x8b"):
-        return cast("IO[bytes]", gzip.GzipFile(fileobj=archive))
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=archive, mode="rb"))
     return cast("IO[bytes]", bz2.BZ2File(archive)) if magic == b"BZh" else archive
 
 

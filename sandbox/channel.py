@@ -10,6 +10,7 @@ import select
 import termios
 from collections import deque
 from contextlib import suppress
+from functools import cache
 
 import anyio
 
@@ -21,7 +22,10 @@ _STATUS_BYTES = 65536
 """A status line is shorter than a hundred bytes; this much without an end is no status."""
 _FREE_FLOW_BYTES = 16 << 20
 _BRAKE_S = 0.002
-"""Beyond the free flow one chunk is read per brake: a flood then costs little, and the writer waits."""
+"""Beyond the free flow what a pipe holds is taken once per brake: the writer waits, and others have turns."""
+_FLOOD_BYTES = 1 << 20
+"""What a pipe that is flooded holds, where the system lets it, until its command is over."""
+_PIPE_BYTES = 1 << 16
 
 
 class Streams:
@@ -40,6 +44,7 @@ class Streams:
         self._partial = b""
         self._ended = False
         self._closed = False
+        self._wide = False
 
     @property
     def ended(self) -> bool:
@@ -67,6 +72,9 @@ class Streams:
 
     async def line(self, sink: HeadTail) -> str:
         """The next status line; what the shell prints until then goes to `sink`."""
+        # Looked at before it is waited for: a quick command is often over when it has been written.
+        if not self.ended:
+            self._read_ready(sink)
         while not self._lines:
             if self.ended:
                 raise SandboxError("the sandbox has ended")
@@ -76,8 +84,36 @@ class Streams:
                 continue
             self._read_ready(sink)
             if sink.total_bytes > _FREE_FLOW_BYTES:
+                self._discard(sink)
                 await anyio.sleep(_BRAKE_S)
         return self._lines.popleft()
+
+    def _discard(self, sink: HeadTail) -> None:
+        """Let go of what a flood has brought, but for the end, without looking at it.
+
+        A large pipe is filled in one go by its writer; one of the usual size would be emptied once per
+        brake, at some 30 MB/s.
+        """
+        self._widen()
+        left = sink.droppable(_waiting_bytes(self._output))
+        while left > 0:
+            gone = os.splice(self._output, _nowhere(), left)
+            if not gone:
+                return
+            sink.drop(gone)
+            left -= gone
+
+    def _widen(self) -> None:
+        if not self._wide:
+            self._wide = True
+            with suppress(OSError):  # what a user's pipes may hold together is used up
+                fcntl.fcntl(self._output, fcntl.F_SETPIPE_SZ, _FLOOD_BYTES)
+
+    def _narrow(self) -> None:
+        if self._wide:
+            self._wide = False
+            with suppress(OSError):  # a background process has filled it again
+                fcntl.fcntl(self._output, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     def _read_ready(self, sink: HeadTail) -> None:
         for fd, _ in self._poll.poll(0):
@@ -97,15 +133,25 @@ class Streams:
 
     def drain(self, sink: HeadTail) -> None:
         """Take the output that is there now, and not what a background process goes on to write."""
-        waiting = array.array("i", [0])
-        fcntl.ioctl(self._output, termios.FIONREAD, waiting)
-        rest = waiting[0]
+        rest = _waiting_bytes(self._output)
         while rest > 0:
             chunk = os.read(self._output, min(rest, _CHUNK_BYTES))
             if not chunk:
                 return
             sink.add(chunk)
             rest -= len(chunk)
+        self._narrow()
+
+
+def _waiting_bytes(pipe: int) -> int:
+    waiting = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, waiting)
+    return waiting[0]
+
+
+@cache
+def _nowhere() -> int:
+    return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 class Channel(Streams):

@@ -25,6 +25,15 @@ class HeadTail:
         if len(self._tail) > 2 * self._tail_bytes + 65536:
             self._trim()
 
+    def droppable(self, waiting: int) -> int:
+        """Of so many bytes that come next, how many are surely neither of the head nor of the tail."""
+        return max(0, waiting - self._tail_bytes) if len(self._head) == self._head_bytes else 0
+
+    def drop(self, count: int) -> None:
+        """So many of `droppable` are gone; the others, which replace the tail, are to be added."""
+        self._dropped += count + len(self._tail)
+        self._tail.clear()
+
     def _trim(self) -> None:
         excess = len(self._tail) - self._tail_bytes
         if excess > 0:

@@ -95,7 +95,7 @@ async def test_a_file_that_is_too_large_is_refused(sandbox: DockerSandbox):
         await sandbox.download(max_bytes=100_000)
 
 
-async def test_what_is_downloaded_can_be_uploaded_again(sandbox: DockerSandbox):
+async def test_what_is_downloaded_can_be_uploaded_again(sandbox: DockerSandbox, tmp_path: Path):
     await said(sandbox, "mkdir -p d/e; echo 1 > d/f; chmod 700 d/f; ln -s f d/l; ln d/f d/hard; mkfifo d/p")
     with pytest.raises(PathError, match="no file"):
         await sandbox.upload(await sandbox.download("d"), "copy")
@@ -109,6 +109,14 @@ async def test_what_is_downloaded_can_be_uploaded_again(sandbox: DockerSandbox):
     for number, packed in enumerate((gzip.compress(archive), bz2.compress(archive))):
         await sandbox.upload(packed, f"packed{number}")
         assert await sandbox.read(f"packed{number}/l") == b"1\n"
+        with (tmp_path / "archive").open("w+b") as file:
+            file.write(packed)
+            await sandbox.upload(file, f"from file {number}")
+        assert await sandbox.read(f"from file {number}/l") == b"1\n"
+    with (tmp_path / "back").open("w+b") as file:
+        await sandbox.download_to(file, "d", max_bytes=1 << 20)
+        file.seek(0)
+        assert set(names_in(file.read())) == set(names_in(archive))
 
 
 async def test_a_hostile_archive_is_refused_and_nothing_is_written(sandbox: DockerSandbox):

@@ -98,7 +98,7 @@ async def test_a_program_cancelled_at_any_await_ends_and_leaves_no_pipe(kind: st
             assert len(pipes_inside(root)) == 1
         else:
             pytest.fail("exec has more awaits than are tried")
-        assert n >= 2
+        assert n >= 1  # one more where it has not begun before that is waited for
 
 
 @each_backend

@@ -92,6 +92,22 @@ async def test_a_flood_is_cut_in_the_middle_and_ends_at_its_deadline(kind: str):
         assert f"[... {result.cut_bytes} bytes cut ...]" in result.output
 
 
+@pytest.mark.parametrize("cap", [20, 65536, 1 << 22, 1 << 26])
+async def test_of_a_flood_that_ends_by_itself_every_byte_is_kept_or_counted(cap: int):
+    flood = "echo begin; head -c 40000000 /dev/zero | tr '\\0' x; echo end"
+    size = 40_000_010
+    async with running("bubblewrap") as (sandbox, _):
+        for run in (sandbox.shell(flood, timeout_s=60, output_bytes=cap),
+                    sandbox.exec(["sh", "-c", flood], timeout_s=60, output_bytes=cap)):  # fmt: skip
+            result = await run
+            assert result.cut_bytes == max(0, size - cap)
+            head, _, tail = result.output.partition(f"\n[... {result.cut_bytes} bytes cut ...]\n")
+            assert len(head) + len(tail) + result.cut_bytes == size
+            assert f"{head}{tail}".startswith("begin\nx")
+            assert f"{head}{tail}".endswith("xend\n")
+        assert await output_of(sandbox, "echo next") == "next"
+
+
 async def test_a_background_flood_does_not_hold_later_commands():
     async with running("bubblewrap") as (sandbox, _):
         first = await sandbox.shell("yes & echo started", timeout_s=20, output_bytes=100)

@@ -6,29 +6,27 @@
 - Cancelling a `prepare` releases the program; cancelling a `call` leaves it running under its id.
 """
 
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 from urllib.parse import quote
 
-import aiohttp
 import anyio
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
-from yarl import URL
 
-from sostenuto.errors import Overloaded, SostenutoError, ToolServerError
+from sostenuto.errors import Overloaded, ToolServerError
 from sostenuto.tools.exposure import client_tls
-from sostenuto.tools.refused import WrongToken, raised
+from sostenuto.tools.sending import REPEAT_PAUSE_S, Ask, Sender, strange
 from sostenuto.tools.wire import (
     OWNER,
     CallRequest,
     EnvironmentRef,
+    ExecRequest,
     Heartbeat,
     Moved,
     Prepared,
     PrepareRequest,
-    Refusal,
     Reward,
     RewardRequest,
     RungRequest,
@@ -41,18 +39,6 @@ from sostenuto.types import CallId, Episode, ProgramId, SandboxRung, ToolCall, T
 
 _TOOL_RESULT = TypeAdapter(ToolResult)
 M = TypeVar("M", bound=BaseModel)
-
-REPEAT_PAUSE_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    method: str
-    path: str
-    body: bytes = b""
-    timeout_s: float = 30.0
-    repeat_s: float = 0.0
-    """How long to go on after the connection was lost for the first time; 0: not at all."""
 
 
 class ToolServerClient:
@@ -74,29 +60,19 @@ class ToolServerClient:
         An owner NAME/EPOCH fences those of lower epochs.  `ca_file` names, as PEM, who may vouch for a server
         that speaks TLS; without it the system's authorities do.
         """
-        self._url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}", OWNER: quote(owner, safe="")}
-        self._tls = client_tls(ca_file)
+        headers = {"Authorization": f"Bearer {token}", OWNER: quote(owner, safe="")}
+        self._sender = Sender(url.rstrip("/"), headers, client_tls(ca_file))
         self._owner = owner
         self._lease_s = lease_s
         self._repeat_s = repeat_s
         self._slack_s = slack_s
-        self._gone = ""
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        # Deadlines are ours, and a turn of every program may be waiting here at once.
-        self._session = await self._stack.enter_async_context(
-            aiohttp.ClientSession(
-                headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0, ssl=self._tls),
-                timeout=aiohttp.ClientTimeout(total=None),
-            )
-        )
+        await self._sender.open()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._stack.aclose()
+        await self._sender.close()
 
     async def prepare(
         self,
@@ -146,11 +122,11 @@ class ToolServerClient:
 
     async def _call_once(self, program_id: ProgramId, body: CallRequest) -> ToolResult:
         ask = self._post(program_id, "call", body, timeout_s=body.timeout_s, repeat_s=self._repeat_s)
-        answer = await self._send(ask)
+        answer = await self._sender.send(ask)
         try:
             return _TOOL_RESULT.validate_json(answer)
         except ValidationError as error:
-            raise _strange(ask, error) from error
+            raise strange(ask, error) from error
 
     async def reward(
         self, program_id: ProgramId, call_id: CallId, episode: Episode, *, timeout_s: float = 60.0
@@ -163,7 +139,7 @@ class ToolServerClient:
 
     async def release(self, program_id: ProgramId) -> None:
         """Return when the program holds nothing any more on the server."""
-        await self._send(self._post(program_id, "release", repeat_s=self._repeat_s))
+        await self._sender.send(self._post(program_id, "release", repeat_s=self._repeat_s))
 
     async def move(self, program_id: ProgramId, rung: SandboxRung, *, timeout_s: float = 120.0) -> Moved:
         """Bring the program's sandbox to a rung, or as near to it as it can come back from."""
@@ -182,22 +158,68 @@ class ToolServerClient:
     async def read(self, program_id: ProgramId, path: str) -> bytes:
         """Content of a workspace file; PathError when there is none at this path."""
         target = _path(program_id, f"files/{quote(path)}")
-        return await self._send(_Ask("GET", target, repeat_s=self._repeat_s))
+        return await self._sender.send(Ask("GET", target, repeat_s=self._repeat_s))
 
     async def write(self, program_id: ProgramId, path: str, data: bytes) -> None:
         """Create or replace a workspace file; PathError when the path cannot be one."""
         target = _path(program_id, f"files/{quote(path)}")
-        await self._send(_Ask("PUT", target, data, repeat_s=self._repeat_s))
+        await self._sender.send(Ask("PUT", target, data, repeat_s=self._repeat_s))
+
+    async def exec(
+        self,
+        program_id: ProgramId,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        timeout_s: float = 30.0,
+        output_bytes: int = 65536,
+    ) -> ShellReply:
+        """Run a program beside the shell of the program's sandbox; it ends when this is cancelled.
+
+        Like a command it is never asked for twice: when the connection is lost, nobody knows how far it came.
+        """
+        body = ExecRequest(argv=tuple(argv), stdin=stdin, timeout_s=timeout_s, output_bytes=output_bytes)
+        return await self._ask_model(program_id, "exec", body, ShellReply, timeout_s=timeout_s, repeat_s=0)
+
+    async def upload(
+        self, program_id: ProgramId, archive: bytes | Path, path: str = ".", *, timeout_s: float = 300.0
+    ) -> None:
+        """Unpack a tar (plain, gzip or bzip2), of any size when it is a file, into a workspace folder.
+
+        PathError, and nothing is written, for one that leads out of it or is larger than allowed.
+        """
+        target = _path(program_id, f"archive/{quote(path)}")
+        await self._sender.send(Ask("PUT", target, archive, timeout_s, self._repeat_s))
+
+    async def download(
+        self, program_id: ProgramId, path: str = ".", *, max_bytes: int = 64 << 20, timeout_s: float = 300.0
+    ) -> bytes:
+        """A tar of a workspace file or folder; PathError when it is missing or larger."""
+        target = _path(program_id, f"archive/{quote(path)}?max_bytes={max_bytes}")
+        return await self._sender.send(Ask("GET", target, b"", timeout_s, self._repeat_s))
+
+    async def download_to(
+        self,
+        program_id: ProgramId,
+        target: Path,
+        path: str = ".",
+        *,
+        max_bytes: int = 1 << 30,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """`download` of any size into a file, which is there when all of it is."""
+        source = _path(program_id, f"archive/{quote(path)}?max_bytes={max_bytes}")
+        await self._sender.send(Ask("GET", source, b"", timeout_s, self._repeat_s, into=target))
 
     async def state(self) -> State:
         """What the server holds now."""
-        ask = _Ask("GET", "/v1/state", repeat_s=self._repeat_s)
-        return _parsed(ask, await self._send(ask), State)
+        ask = Ask("GET", "/v1/state", repeat_s=self._repeat_s)
+        return _parsed(ask, await self._sender.send(ask), State)
 
     async def supply(self) -> Supply:
         """What the server has for programs."""
-        ask = _Ask("GET", "/v1/limits", repeat_s=self._repeat_s)
-        return _parsed(ask, await self._send(ask), Supply)
+        ask = Ask("GET", "/v1/limits", repeat_s=self._repeat_s)
+        return _parsed(ask, await self._sender.send(ask), Supply)
 
     async def heartbeats(self) -> None:
         """Keep the owner's lease, until cancelled; ToolServerError when it could not be renewed in its time.
@@ -206,18 +228,18 @@ class ToolServerClient:
         """
         path = f"/v1/owners/{quote(self._owner, safe='')}/heartbeat"
         body = Heartbeat(lease_s=self._lease_s).model_dump_json().encode()
-        ask = _Ask("POST", path, body, timeout_s=self._lease_s, repeat_s=self._lease_s)
-        while not self._gone:
+        ask = Ask("POST", path, body, timeout_s=self._lease_s, repeat_s=self._lease_s)
+        while not self._sender.gone:
             try:
-                await self._send(ask)
+                await self._sender.send(ask)
             except ToolServerError:
-                if not self._gone:
+                if not self._sender.gone:
                     raise
             await anyio.sleep(self._lease_s / 3)
 
     def give_up(self, reason: str) -> None:
         """For whoever knows that the server is gone: requests, those under way too, fail with this reason."""
-        self._gone = reason
+        self._sender.gone = reason
 
     async def _ask_model(
         self,
@@ -230,7 +252,7 @@ class ToolServerClient:
         repeat_s: float,
     ) -> M:
         ask = self._post(program_id, action, body, timeout_s=timeout_s, repeat_s=repeat_s)
-        return _parsed(ask, await self._send(ask), model)
+        return _parsed(ask, await self._sender.send(ask), model)
 
     def _post(
         self,
@@ -240,67 +262,17 @@ class ToolServerClient:
         *,
         timeout_s: float = 0.0,
         repeat_s: float,
-    ) -> _Ask:
+    ) -> Ask:
         data = b"" if body is None else body.model_dump_json().encode()
-        return _Ask("POST", _path(program_id, action), data, timeout_s + self._slack_s, repeat_s)
-
-    async def _send(self, ask: _Ask) -> bytes:
-        """The body of the answer, or the error that the answer is or that kept it away."""
-        try:
-            with anyio.fail_after(ask.timeout_s):
-                return await self._send_again(ask)
-        except TimeoutError:
-            raise ToolServerError(
-                f"{ask.method} {ask.path}: no answer from {self._url} within {ask.timeout_s:g} s"
-            ) from None
-
-    async def _send_again(self, ask: _Ask) -> bytes:
-        give_up_s: float | None = None
-        while True:
-            if self._gone:
-                raise ToolServerError(f"{ask.method} {ask.path}: {self._gone}")
-            try:
-                return await self._send_once(ask)
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                lost = error
-            now_s = anyio.current_time()
-            give_up_s = now_s + ask.repeat_s if give_up_s is None else give_up_s
-            # Also before giving up: whoever watches the server may know more by then.
-            await anyio.sleep(REPEAT_PAUSE_S)
-            if self._gone or now_s + REPEAT_PAUSE_S > give_up_s:
-                reason = self._gone or f"connection to {self._url} lost: {lost}"
-                raise ToolServerError(f"{ask.method} {ask.path}: {reason}") from lost
-
-    async def _send_once(self, ask: _Ask) -> bytes:
-        url = URL(self._url + ask.path, encoded=True)
-        async with self._session.request(ask.method, url, data=ask.body) as response:
-            answer = await response.read()
-            if response.status >= 400:
-                raise _refused(ask, response.status, answer)
-            return answer
+        return Ask("POST", _path(program_id, action), data, timeout_s + self._slack_s, repeat_s)
 
 
 def _path(program_id: ProgramId, rest: str) -> str:
     return f"/v1/programs/{quote(program_id, safe='')}/{rest}"
 
 
-def _parsed(ask: _Ask, answer: bytes, model: type[M]) -> M:
+def _parsed(ask: Ask, answer: bytes, model: type[M]) -> M:
     try:
         return model.model_validate_json(answer)
     except ValidationError as error:
-        raise _strange(ask, error) from error
-
-
-def _strange(ask: _Ask, error: ValidationError) -> ToolServerError:
-    return ToolServerError(f"{ask.method} {ask.path}: the answer is not what was agreed: {error}")
-
-
-def _refused(ask: _Ask, status: int, answer: bytes) -> SostenutoError:
-    if status == 401:
-        return WrongToken(f"{ask.method} {ask.path}: the server does not know our bearer token")
-    try:
-        return raised(Refusal.model_validate_json(answer))
-    except ValidationError:
-        return ToolServerError(
-            f"{ask.method} {ask.path}: status {status}: {answer[:200].decode(errors='replace')}"
-        )
+        raise strange(ask, error) from error

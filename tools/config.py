@@ -99,6 +99,9 @@ class ServerConfig(BaseModel):
     body_bytes: int = Field(default=64 << 20, gt=0)
     """The largest request: a task, a pickled environment or a file."""
 
+    archive_bytes: int = Field(default=1 << 30, gt=0)
+    """The largest archive that goes into a sandbox or comes out of one; it lies on disk meanwhile."""
+
     secret_names: tuple[str, ...] = ()
     """Environment variables of the server's process whose values never leave it."""
 

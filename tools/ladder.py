@@ -51,7 +51,8 @@ class Ladder:
     _sandbox: Sandbox | None
     _rung: SandboxRung = SandboxRung.RUNNING
     _resting: _Resting | None = None
-    _moving: anyio.Lock = field(default_factory=anyio.Lock)
+    # Each use takes it: one that is free costs no turn of the loop.
+    _moving: anyio.Lock = field(default_factory=lambda: anyio.Lock(fast_acquire=True))
     _users: int = 0
     _stopped: bool = False
 

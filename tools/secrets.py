@@ -33,6 +33,7 @@ class Secrets:
             piece: name for name, value in values.items() for piece in _pieces(value)
         } | self._name_of
         self._edges = [edge for value in values.values() for edge in _edges(value)]
+        self._encoded = sorted((value.encode() for value in values.values()), key=len, reverse=True)
         self._whole = _any_of(self._name_of)
         self._whole_or_piece = _any_of(self._name_of_piece)
 
@@ -71,6 +72,17 @@ class Secrets:
         if not any(value.encode() in data for value in self._name_of):
             return data
         return self.redact(data.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+
+    @property
+    def longest_bytes(self) -> int:
+        """Of a value as UTF-8."""
+        return len(self._encoded[0]) if self._encoded else 0
+
+    def mask(self, data: bytes) -> bytes:
+        """The data with every value replaced by as many asterisks as it has bytes."""
+        for value in self._encoded:
+            data = data.replace(value, b"*" * len(value))
+        return data
 
 
 def _pieces(value: str) -> list[str]:

@@ -14,27 +14,28 @@ from pathlib import Path
 from secrets import token_hex
 from socket import socket
 from ssl import SSLContext
-from typing import TypeVar
 from urllib.parse import unquote
 
 import anyio
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from sostenuto.errors import ConfigError, SostenutoError
-from sostenuto.sandbox.protocol import Backend, Sandbox
+from sostenuto.errors import SostenutoError
+from sostenuto.sandbox.protocol import Backend
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.edge import Edge
 from sostenuto.tools.exposure import listening_socket, server_tls
 from sostenuto.tools.host import Hosts
-from sostenuto.tools.logs import PROGRAM, REQUEST
+from sostenuto.tools.logs import REQUEST
 from sostenuto.tools.machine import supply
 from sostenuto.tools.metrics import Metrics
 from sostenuto.tools.programs import Programs, open_programs
 from sostenuto.tools.reconcile import inherited_snapshots, open_state, reclaim_orphans
 from sostenuto.tools.recorded import RecordedBackend
 from sostenuto.tools.refused import Refused, status_of
+from sostenuto.tools.requests import body_of, done, json_response, named, program_id_of
+from sostenuto.tools.sandbox_routes import SandboxRoutes
 from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.wire import (
     OWNER,
@@ -45,15 +46,11 @@ from sostenuto.tools.wire import (
     PrepareRequest,
     RewardRequest,
     RungRequest,
-    ShellReply,
-    ShellRequest,
     Supply,
 )
-from sostenuto.types import ProgramId, ToolResult
+from sostenuto.types import ToolResult
 
-M = TypeVar("M", bound=BaseModel)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_NAME_CHARS = 500
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -115,6 +112,7 @@ class Routes:
         self._edge = edge
         self._metrics = metrics
         self._supply = supply
+        self._sandboxes = SandboxRoutes(programs, edge, config)
         self._body_bytes = config.body_bytes
         self._authorization = f"Bearer {config.token}".encode()
         self._metrics_authorization = f"Bearer {config.metrics_token or config.token}".encode()
@@ -133,9 +131,7 @@ class Routes:
                 web.post(f"{program}/reward", self._reward),
                 web.post(f"{program}/release", self._release),
                 web.post(f"{program}/rung", self._rung),
-                web.post(f"{program}/shell", self._shell),
-                web.get(f"{program}/files/{{path:.+}}", self._read),
-                web.put(f"{program}/files/{{path:.+}}", self._write),
+                *self._sandboxes.routes(program),
                 web.post("/v1/owners/{owner}/heartbeat", self._heartbeat),
                 web.get("/v1/state", self._state),
                 web.get("/v1/limits", self._limits),
@@ -178,61 +174,33 @@ class Routes:
             raise Refused("wrong or missing bearer token in the Authorization header", status=401)
 
     async def _prepare(self, request: web.Request) -> web.Response:
-        body = await _body(request, PrepareRequest)
-        return self._json(await self._programs.prepare(_program_id(request), body))
+        body = await body_of(request, PrepareRequest)
+        return self._json(await self._programs.prepare(program_id_of(request), body))
 
     async def _call(self, request: web.Request) -> web.Response:
-        body = await _body(request, CallRequest)
-        return self._json(await self._programs.call(_program_id(request), body))
+        body = await body_of(request, CallRequest)
+        return self._json(await self._programs.call(program_id_of(request), body))
 
     async def _reward(self, request: web.Request) -> web.Response:
-        body = await _body(request, RewardRequest)
-        return self._json(await self._programs.reward(_program_id(request), body))
+        body = await body_of(request, RewardRequest)
+        return self._json(await self._programs.reward(program_id_of(request), body))
 
     async def _release(self, request: web.Request) -> web.Response:
-        await self._programs.release(_program_id(request))
-        return _done()
+        await self._programs.release(program_id_of(request))
+        return done()
 
     async def _rung(self, request: web.Request) -> web.Response:
-        body = await _body(request, RungRequest)
+        body = await body_of(request, RungRequest)
         began_s = anyio.current_time()
-        rung = await self._programs.in_sandbox(_program_id(request), lambda sandbox: sandbox.move(body.rung))
+        rung = await self._programs.in_sandbox(
+            program_id_of(request), lambda sandbox: sandbox.move(body.rung)
+        )
         return self._json(Moved(rung=rung, elapsed_s=anyio.current_time() - began_s))
 
-    async def _shell(self, request: web.Request) -> web.Response:
-        body = await _body(request, ShellRequest)
-
-        async def shell(sandbox: Sandbox) -> ShellReply:
-            result = await sandbox.shell(
-                body.command, timeout_s=body.timeout_s, output_bytes=body.output_bytes
-            )
-            return ShellReply(
-                exit_code=result.exit_code,
-                output=self._edge.text(result.output),
-                cut_bytes=result.cut_bytes,
-                elapsed_s=result.elapsed_s,
-            )
-
-        return self._json(await self._programs.in_sandbox(_program_id(request), shell))
-
-    async def _read(self, request: web.Request) -> web.Response:
-        path = request.match_info["path"]
-        data = await self._programs.in_sandbox(
-            _program_id(request), lambda sandbox: sandbox.read(path, max_bytes=self._body_bytes)
-        )
-        return web.Response(
-            body=self._edge.secrets.redact_bytes(data), content_type="application/octet-stream"
-        )
-
-    async def _write(self, request: web.Request) -> web.Response:
-        path, data = request.match_info["path"], await _bytes(request)
-        await self._programs.in_sandbox(_program_id(request), lambda sandbox: sandbox.write(path, data))
-        return _done()
-
     async def _heartbeat(self, request: web.Request) -> web.Response:
-        body = await _body(request, Heartbeat)
-        self._programs.heartbeat(_named(request, "owner"), body.lease_s)
-        return _done()
+        body = await body_of(request, Heartbeat)
+        self._programs.heartbeat(named(request, "owner"), body.lease_s)
+        return done()
 
     async def _state(self, request: web.Request) -> web.Response:
         return self._json(self._programs.state())
@@ -245,44 +213,7 @@ class Routes:
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _health(self, request: web.Request) -> web.Response:
-        return _done()
+        return done()
 
     def _json(self, value: BaseModel | ToolResult, status: int = 200) -> web.Response:
-        return web.Response(body=self._edge.json(value), status=status, content_type="application/json")
-
-
-async def _body(request: web.Request, model: type[M]) -> M:
-    """The request's body, or the ConfigError that names the first field which is wrong."""
-    data = await _bytes(request)
-    try:
-        return model.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "body"
-        raise ConfigError(f"{model.__name__}: {field}: {first['msg']}") from None
-
-
-async def _bytes(request: web.Request) -> bytes:
-    try:
-        return await request.read()
-    except web.RequestPayloadError as error:
-        raise ConfigError(f"body: it cannot be read: {error}") from None
-
-
-def _program_id(request: web.Request) -> ProgramId:
-    name = _named(request, "program_id")
-    PROGRAM.set(name)
-    return ProgramId(name)
-
-
-def _named(request: web.Request, part: str) -> str:
-    name = request.match_info[part]
-    if len(name) > _NAME_CHARS or not name.isprintable():
-        raise ConfigError(
-            f"{part}: {name[:40]!r} is no name: give at most {_NAME_CHARS} printable characters"
-        )
-    return name
-
-
-def _done() -> web.Response:
-    return web.Response(body=b"{}", content_type="application/json")
+        return json_response(self._edge, value, status)

@@ -6,8 +6,11 @@
     POST   /v1/programs/{program_id}/release                   -> {}     idempotent
     POST   /v1/programs/{program_id}/rung      RungRequest     -> Moved  the sandbox
     POST   /v1/programs/{program_id}/shell     ShellRequest    -> ShellReply
+    POST   /v1/programs/{program_id}/exec      ExecRequest     -> ShellReply
     GET    /v1/programs/{program_id}/files/{path}              -> bytes
     PUT    /v1/programs/{program_id}/files/{path}   bytes      -> {}
+    GET    /v1/programs/{program_id}/archive/{path}            -> a tar  `?max_bytes=N`, of the tar
+    PUT    /v1/programs/{program_id}/archive/{path} a tar      -> {}     plain, gzip or bzip2
     POST   /v1/owners/{owner}/heartbeat        Heartbeat       -> {}     renews every lease of the owner
     GET    /v1/state                                           -> State
     GET    /v1/limits                                          -> Supply
@@ -17,7 +20,8 @@
 
 Every request carries `Authorization: Bearer TOKEN`.  One that names its owner, quoted as in a URL, in
 `X-Sostenuto-Owner` is refused with 409 when a newer epoch has fenced it.  `X-Request-Id` is answered as it
-came, or with a new one, and stands in the server's logs.  A refusal is a Refusal with a 4xx or 5xx status;
+came, or with a new one, and stands in the server's logs.  The path of an archive may be empty: the whole
+workspace.  A refusal is a Refusal with a 4xx or 5xx status;
 a path without a file is a PathError, 404 where it is missing and 400 elsewhere.
 """
 
@@ -157,11 +161,24 @@ class ShellRequest(Wire):
     output_bytes: int = Field(default=65536, gt=0)
 
 
+class ExecRequest(Wire):
+    """A program beside the shell."""
+
+    argv: tuple[str, ...] = Field(min_length=1)
+    stdin: str = ""
+    """As UTF-8; what is no text or is large goes as a file."""
+    timeout_s: Seconds = 30.0
+    output_bytes: int = Field(default=65536, gt=0)
+
+
 class ShellReply(Wire):
     exit_code: int | None
+    """None: it was ended at its deadline."""
     output: str
     cut_bytes: int
     elapsed_s: float
+    out_of_memory: bool = False
+    """A process of it was ended because the sandbox's memory was used up."""
 
 
 class RungRequest(Wire):

@@ -116,7 +116,7 @@ def plain(archive: IO[bytes], target: IO[bytes], file_bytes: int) -> IO[bytes]:
     magic = archive.read(2)
     archive.seek(0)
     if magic == b"\x1f\x8b":
-        packed = cast("IO[bytes]", gzip.GzipFile(fileobj=archive))
+        packed = cast("IO[bytes]", gzip.GzipFile(fileobj=archive, mode="rb"))
     elif magic == b"BZ":
         packed = cast("IO[bytes]", bz2.BZ2File(archive))
     else:
