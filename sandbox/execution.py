@@ -16,8 +16,8 @@ import os
 import secrets
 import shlex
 import subprocess
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from sostenuto.sandbox.walk import give
 
 _REPLY_S = 10.0
 """For a program to begin; far above what a loaded machine needs."""
+_INLINE_BYTES = 1 << 18
+"""Input up to this size is written at once; handing it to a thread costs more."""
 _NOT_RUN = 126
 """Exit code of a program that was not run, as shells have it."""
 _KILLED = 137
@@ -100,7 +102,7 @@ class Spawner:
             return ShellResult(_NOT_RUN, refusal)
         started_s = anyio.current_time()
         sink = HeadTail(output_bytes)
-        with self._prepared(argv, stdin) as (token, streams):
+        async with self._prepared(argv, stdin) as (token, streams):
             code: int | None = None
             try:
                 with anyio.move_on_after(timeout_s):
@@ -147,12 +149,16 @@ class Spawner:
     def _members_of(self, token: str) -> list[int]:
         return self._belonging(token, processes.descendants(self._launcher))
 
-    @contextmanager
-    def _prepared(self, argv: Sequence[str], stdin: bytes) -> Generator[tuple[str, Streams]]:
+    @asynccontextmanager
+    async def _prepared(self, argv: Sequence[str], stdin: bytes) -> AsyncGenerator[tuple[str, Streams]]:
         """The token of a program, and what it writes into."""
         token = secrets.token_hex(16)
         try:
-            streams = self._running[token] = self._make(token, argv, stdin)
+            if len(stdin) > _INLINE_BYTES:
+                await anyio.to_thread.run_sync(self._give, f"{token}.in", stdin)
+            else:
+                self._give(f"{token}.in", stdin)
+            streams = self._running[token] = self._make(token, argv)
             try:
                 yield token, streams
             finally:
@@ -163,11 +169,10 @@ class Spawner:
                 with suppress(OSError):
                     (self._pipes / f"{token}.{kind}").unlink()
 
-    def _make(self, token: str, argv: Sequence[str], stdin: bytes) -> Streams:
+    def _make(self, token: str, argv: Sequence[str]) -> Streams:
         try:
             for kind in ("out", "status"):
                 self._make_pipe(f"{token}.{kind}")
-            self._write(f"{token}.in", stdin)
             self._write(f"{token}.sh", _script(f"{self._inside}/{token}", token, argv).encode())
             output = os.open(self._pipes / f"{token}.out", _OPEN)
             try:
@@ -177,6 +182,12 @@ class Spawner:
                 raise
         except OSError as exc:
             raise SandboxError(f"a program cannot be started: {exc}") from exc
+
+    def _give(self, name: str, content: bytes) -> None:
+        try:
+            self._write(name, content)
+        except OSError as exc:
+            raise SandboxError(f"a program cannot be given its input: {exc}") from exc
 
     def _write(self, name: str, content: bytes) -> None:
         path = self._pipes / name

@@ -43,6 +43,14 @@ async def test_a_program_that_ends_in_any_way_has_a_result(kind: str, argv: list
 
 
 @each_backend
+async def test_a_program_reads_all_of_its_input_however_large(kind: str):
+    async with running(kind) as (sandbox, _):
+        for size in (0, 1, 70_000, 8 << 20):
+            counted = await sandbox.exec(["wc", "-c"], stdin=b"x" * size, timeout_s=20)
+            assert counted.output.strip() == str(size)
+
+
+@each_backend
 async def test_programs_run_at_once_and_beside_a_command_of_the_shell(kind: str):
     async with running(kind) as (sandbox, _), anyio.create_task_group() as group:
         group.start_soon(_shell_waits, sandbox)
