@@ -50,7 +50,7 @@ class Spool:
 @asynccontextmanager
 async def open_spool(folder: str | Path | None) -> AsyncGenerator[Spool]:
     """An empty one on the disk of `folder`; None: where the system has temporary files."""
-    with SpooledTemporaryFile(max_size=PIECE_BYTES, dir=folder and str(folder)) as file:
+    with SpooledTemporaryFile(max_size=PIECE_BYTES, dir=None if folder is None else str(folder)) as file:
         yield Spool(cast("IO[bytes]", file))
 
 
