@@ -1,0 +1,119 @@
+"""A publication as a model folder, for engines that load weights from disk.
+
+- The tensors' bytes go from the sender's mapped file into one safetensors file as they are; each is
+  checked on the way, and the folder takes its name only when it is whole.
+- Files of the served model beside its weights (configuration, tokenizer) are copied.
+- An engine may read the folder that it serves again, so it stays until another version is served.
+"""
+
+import json
+import mmap
+import os
+import shutil
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+from sostenuto.errors import EngineError
+from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
+
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+"""torch's names and those of the safetensors format."""
+_WEIGHTS = "model.safetensors"
+_LEFT_BEHIND = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_CHUNK_BYTES = 16 << 20
+
+
+class WeightFolders:
+    """The published folders of one engine, under `directory`.  Blocking: call it in a thread.
+
+    folder = folders.write(manifest)
+    folders.keep(manifest.version)
+    """
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        """`model`: the folder of the served model."""
+        self._directory = directory
+        self._model = model
+
+    def place(self, version: str) -> Path:
+        return self._directory / f"weights-{version}"
+
+    def write(self, manifest: Manifest) -> Path:
+        """Write the version; EngineError names the path, or the tensor that is not as its sender wrote it."""
+        place, part = self.place(manifest.version), self.place(f"{manifest.version}.part")
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            self._copy_others(part)
+            write_safetensors(manifest, part / _WEIGHTS)
+            shutil.rmtree(place, ignore_errors=True)
+            part.rename(place)
+        except OSError as error:
+            raise EngineError(
+                f"{part}, {manifest.nbytes} bytes needed: {error.strerror}; "
+                "free some, or name another directory"
+            ) from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        return place
+
+    def keep(self, *versions: str) -> None:
+        """Remove every other version's folder."""
+        kept = {self.place(version) for version in versions}
+        for place in self._directory.glob("weights-*"):
+            if place not in kept:
+                shutil.rmtree(place, ignore_errors=True)
+
+    def _copy_others(self, place: Path) -> None:
+        for file in self._model.iterdir():
+            if file.is_file() and not file.name.endswith(_LEFT_BEHIND):
+                shutil.copyfile(file, place / file.name)
+
+
+def write_safetensors(manifest: Manifest, path: Path) -> None:
+    """The manifest's tensors as one file; OSError, or EngineError for a tensor that is not whole."""
+    header, start = {}, 0
+    for entry in manifest.tensors:
+        header[entry.name] = {
+            "dtype": _dtype(entry),
+            "shape": list(entry.shape),
+            "data_offsets": [start, start + entry.nbytes],
+        }
+        start += entry.nbytes
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with ExitStack() as opened:
+        target = opened.enter_context(path.open("wb"))
+        target.write(len(encoded).to_bytes(8, "little") + encoded)
+        if not start:
+            return
+        source = opened.enter_context(Path(manifest.path).open("rb"))
+        mapped = opened.enter_context(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ))
+        for entry in manifest.tensors:
+            _copy(entry, mapped, target)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _copy(entry: TensorEntry, source: mmap.mmap, target: IO[bytes]) -> None:
+    checksum, end = 0, entry.offset + entry.nbytes
+    if end > len(source):
+        raise EngineError(f"{entry.name!r}: ends at byte {end} of a file of {len(source)}; publish again")
+    for at in range(entry.offset, end, _CHUNK_BYTES):
+        chunk = source[at : min(at + _CHUNK_BYTES, end)]
+        checksum = zlib.crc32(chunk, checksum)
+        target.write(chunk)
+    if checksum != entry.checksum:
+        raise EngineError(f"{entry.name!r}: its bytes are not those that were published; publish again")
+
+
+def _dtype(entry: TensorEntry) -> str:
+    if entry.dtype not in _DTYPES:
+        raise EngineError(f"{entry.name!r}: {entry.dtype} has no name in safetensors; convert it before")
+    return _DTYPES[entry.dtype]
