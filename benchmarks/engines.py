@@ -1,0 +1,13 @@
+"""The figures of the engines, one JSON object a line: name, value, unit, target.
+
+python benchmarks/engines.py [--only NAME ...] [--quick]
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from benchmarks.engines_command import main
+
+    main()
