@@ -1,4 +1,4 @@
-"""The command line: `sostenuto quickstart | train | eval | bench | tools | status | doctor`.
+"""The command line: `sostenuto quickstart | train | eval | bench | tools | engines | status | doctor`.
 
 Every error that we raise on purpose ends as one message on stderr and exit code 1; Ctrl-C ends the job
 cleanly, its programs in the ledger as cancelled, with exit code 130.
@@ -20,6 +20,7 @@ from sostenuto.errors import ConfigError, SostenutoError
 from sostenuto.runtime.bench.commands import bench
 from sostenuto.runtime.config import RuntimeConfig
 from sostenuto.runtime.doctor import examine, show_findings
+from sostenuto.runtime.engines_command import engines
 from sostenuto.runtime.job_file import load_eval_file, load_train_file
 from sostenuto.runtime.jobs.events import JobEvent, JobResult
 from sostenuto.runtime.jobs.job import EvalJob, RLJob
@@ -36,6 +37,7 @@ R = TypeVar("R")
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench, name="bench")
 app.add_typer(tools, name="tools")
+app.command("engines")(engines)
 console = Console()
 
 UnsafeOption = Annotated[

@@ -31,6 +31,49 @@ class EngineSettings(Section):
     threads: int = Field(default=1, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
+    replicas: int = Field(default=1, gt=0)
+    """Engines like this one."""
+
+    restarts: int = Field(default=3, ge=0)
+    """How often one that dies is started again within ten minutes."""
+
+
+class EngineEntry(Section):
+    """One of several engines: embedded, or one that runs already and is reached over HTTP."""
+
+    kind: Literal["embedded", "vllm", "sglang"] = "embedded"
+    id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]*$")
+    """Its name in errors and in the view of the fleet; empty: its kind and a number."""
+
+    url: str | None = Field(default=None, pattern=r"^https?://[^/?#\s]+$")
+    """Such as http://gpu-1:8000; of one that runs already."""
+
+    api_key_env: str | None = None
+    """Environment variable with its key."""
+
+    api_key_file: Path | None = None
+    """File with its key, in place of the variable."""
+
+    kv_tokens: int | None = Field(default=None, gt=0)
+    """None: as `engine` says, or as the engine itself does where it runs already."""
+
+    concurrency: int | None = Field(default=None, gt=0)
+    threads: int | None = Field(default=None, gt=0)
+    dtype: Literal["float32", "bfloat16"] | None = None
+    device: str | None = None
+
+    @model_validator(mode="after")
+    def _says_what_its_kind_needs(self) -> Self:
+        embedded = self.kind == "embedded"
+        foreign = ("url", "api_key_env", "api_key_file") if embedded else ("threads", "dtype", "device")
+        if wrong := [name for name in foreign if getattr(self, name) is not None]:
+            remedy = "give kind = 'vllm' or 'sglang', or leave it out" if embedded else "start the engine so"
+            raise ValueError(f"{wrong[0]} is nothing that an engine of kind {self.kind!r} is told; {remedy}")
+        if not embedded and self.url is None:
+            raise ValueError(f"url is missing; say where the {self.kind} engine listens")
+        if self.api_key_env is not None and self.api_key_file is not None:
+            raise ValueError("api_key_env and api_key_file both name the key; give one of them")
+        return self
 
     speculation: Literal["prompt"] | None = None
     """Where guesses at the next tokens come from; they are verified, several in one step.
@@ -159,6 +202,12 @@ class RuntimeConfig(Section):
     """Journal, logs and checkpoints of the run."""
 
     engine: EngineSettings = EngineSettings()
+    engines: tuple[EngineEntry, ...] = ()
+    """Which engines there are; none: `engine.replicas` embedded ones."""
+
+    engine_return_s: float = Field(default=180.0, gt=0)
+    """When no engine is left: how long programs wait for one to come back."""
+
     trainer: TrainerProcessSettings = TrainerProcessSettings()
     tool_server: ToolServerSettings = ToolServerSettings()
     tool_servers: tuple[RemoteToolServer, ...] = ()
@@ -168,6 +217,22 @@ class RuntimeConfig(Section):
 
     trace: Path | None = None
     """Each finished program adds a line there, which `sostenuto bench` can replay."""
+
+    @model_validator(mode="after")
+    def _engines_are_told_apart(self) -> Self:
+        for name in ("id", "url"):
+            given = [value for entry in self.engines if (value := getattr(entry, name))]
+            if twice := {value for value in given if given.count(value) > 1}:
+                raise ValueError(f"engines: {name} {min(twice)} is there twice; give each engine its own")
+        said = self.engine.model_fields_set
+        if self.engines and "replicas" in said:
+            raise ValueError("engine.replicas and engines both say which engines there are; give one of them")
+        if self.engines and said and all(entry.kind != "embedded" for entry in self.engines):
+            raise ValueError(
+                f"engine.{min(said)} is of embedded engines, and engines names none; leave it out, or add an "
+                "entry of kind 'embedded'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _remote_servers_are_told_apart(self) -> Self:

@@ -23,7 +23,7 @@ from sostenuto.records import Trajectory, validate
 from sostenuto.runtime.drive import Drive, Grant, Surroundings
 from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.engines.wire import Capabilities
-from sostenuto.runtime.fleet import Fleet
+from sostenuto.runtime.fleet import Fleet, Seen, Trouble
 from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.prompts import Prompts
 from sostenuto.runtime.publishing import Publication, Publishing, UpdatePolicy
@@ -31,16 +31,21 @@ from sostenuto.runtime.rendering.renderer import Renderer
 from sostenuto.scheduler.actions import (
     Action,
     Decode,
+    EngineDraining,
     Event,
     Evict,
     Expire,
     Finished,
     MoveSandbox,
     Offload,
+    PaceAction,
     Prepare,
+    Probe,
+    Recovered,
     Refuse,
     SandboxClaim,
     SandboxMoved,
+    Slowed,
     Submitted,
     Tick,
     ToolServerJoined,
@@ -101,15 +106,22 @@ class Dispatcher:
         running: TaskGroup,
     ) -> None:
         self.scheduler = policy
+        known = dict(engines)
         self._fleet = Fleet(
-            engines, self._feed, answer_s=timeouts.engine_answer_s, deserted=self._expect_return
+            known,
+            self._feed,
+            answer_s=timeouts.engine_answer_s,
+            deserted=self._expect_return,
+            gate=policy.gate,
         )
         self._gave_up = ""
         """Why no program can go on; empty while some can."""
         self._timeouts = timeouts
         self._running = running
         self._seats: dict[ProgramId, _Seat] = {}
-        self._publishing = Publishing(engines, update, self._feed, running)
+        self._publishing = Publishing(known, update, self._feed, running, self._fleet.quarantined)
+        self._emptying: dict[EngineId, anyio.Event] = {}
+        """Engines on which nothing starts; set once nothing decodes there."""
         self._now_s = asyncio.get_running_loop().time
         self._sooner = anyio.Event()
         self._sleeps_until_s = math.inf
@@ -161,15 +173,81 @@ class Dispatcher:
         """
         return await self._publishing.publish(manifest)
 
-    async def join(self, engine_id: EngineId) -> Capabilities:
+    # ---- engines come and go ----
+
+    @property
+    def deployed(self) -> Version | None:
+        """None before the first engine has joined."""
+        return self.scheduler.gate.deployed
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """Of the deployed version; None while that is what engines are started with."""
+        return self._publishing.manifest
+
+    async def join(self, engine_id: EngineId, engine: Engine | None = None) -> Capabilities:
         """Take an engine into the fleet as it is; also one that was lost and is back.
 
         EngineError when it does not answer, or serves an older version than the deployed one.
         """
-        facts = await self._fleet.join(engine_id, deployed=self.scheduler.gate.deployed)
+        facts = await self._fleet.join(engine_id, engine)
         self._prompts.joined(engine_id, facts)
         self._gave_up = ""
         return facts
+
+    def lose(self, engine_id: EngineId, reason: str) -> None:
+        """It is known to be gone, or to serve what is not verified: its programs go on elsewhere."""
+        self._fleet.lose(engine_id, reason)
+
+    def serves(self, engine_id: EngineId) -> Version | None:
+        """The verified version of an engine; None while it has none, or is not in the fleet."""
+        return self.scheduler.gate.version(engine_id)
+
+    async def until_troubled(self, engine_id: EngineId) -> Trouble:
+        """Wait until the engine is lost, or has failed a publication and no later one has brought it back."""
+        while True:
+            trouble = await self._fleet.until_troubled(engine_id)
+            if not trouble.is_lost:
+                await self._publishing.settled()
+                if self.serves(engine_id) is not None:
+                    self._fleet.recovered(engine_id)
+                    continue
+            return trouble
+
+    async def leave(self, engine_id: EngineId, reason: str, *, within_s: float) -> None:
+        """Let the engine go: nothing new starts there, what runs may end within the deadline.
+
+        Programs that still decode then go on elsewhere, with the tokens that they had before that turn.
+        """
+        if self._fleet.seen(engine_id) is None:
+            return
+        self._emptying[engine_id] = emptied = anyio.Event()
+        try:
+            self._feed(EngineDraining(engine_id, reason))
+            with anyio.move_on_after(within_s):
+                await emptied.wait()
+        finally:
+            del self._emptying[engine_id]
+            self._fleet.lose(engine_id, reason)
+
+    def seen(self, engine_id: EngineId) -> Seen | None:
+        """What a living engine said of itself last."""
+        return self._fleet.seen(engine_id)
+
+    async def look(self) -> None:
+        """Ask every engine now how it is, for `seen`."""
+        await self._fleet.look()
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest context that every engine takes; 0 before the first has joined."""
+        return self._fleet.context_tokens
+
+    def give_up(self, reason: str) -> None:
+        """No engine will come back: end every program, and whatever is submitted before one joins."""
+        self._gave_up = reason
+        for seat in self._seats.values():
+            seat.scope.cancel()
 
     def limit(self, sandboxes: ToolServerJoined) -> None:
         """What the tool server can give to sandboxes together; until this is told they are not limited."""
@@ -191,9 +269,7 @@ class Dispatcher:
         """End every program when no engine has come back in time."""
         await anyio.sleep(self._timeouts.engine_return_s)
         if not len(self._fleet):
-            self._gave_up = f"{_NO_ENGINE}; {lost}"
-            for seat in self._seats.values():
-                seat.scope.cancel()
+            self.give_up(f"{_NO_ENGINE}; {lost}")
 
     async def keep_informed(self) -> None:
         """Tell the scheduler now and then what the engines say of themselves."""
@@ -225,6 +301,14 @@ class Dispatcher:
             self._start(action)
         if self._wake_at_s() < self._sleeps_until_s:
             self._sooner.set()
+        if self._emptying:
+            self._tell_emptied()
+
+    def _tell_emptied(self) -> None:
+        decoding = self.scheduler.snapshot().engines
+        for engine_id, emptied in self._emptying.items():
+            if decoding.get(engine_id, (0, 0))[1] == 0:
+                emptied.set()
 
     def _start(self, action: Action) -> None:
         match action:
@@ -234,12 +318,20 @@ class Dispatcher:
                 self._running.start_soon(self._fleet.release, engine_id, program_id)
             case Expire(program_id):
                 self._seats[program_id].scope.cancel()
+            case Probe() | Slowed() | Recovered():
+                self._mind_pace(action)
             case MoveSandbox(program_id, rung):
                 self._running.start_soon(self._move_sandbox, program_id, rung)
             case Offload(program_id, engine_id):
                 self._running.start_soon(self._fleet.offload, engine_id, program_id)
             case _:
                 self._publishing.start(action)
+
+    def _mind_pace(self, action: PaceAction) -> None:
+        if isinstance(action, Probe):
+            self._running.start_soon(self._fleet.probe, action.engine_id)
+        else:
+            _log.warning("%s", action)
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from sostenuto.errors import EngineError
@@ -70,12 +71,16 @@ class Publishing:
         policy: UpdatePolicy,
         feed: Callable[[Event], None],
         running: TaskGroup,
+        quarantined: Callable[[EngineId, str], None],
     ) -> None:
         self._engines = engines
         self._policy = policy
         self._feed = feed
         self._running = running
+        self._quarantined = quarantined
         self._pending: _Pending | None = None
+        self.manifest: Manifest | None = None
+        """Of what is deployed; None until something was published."""
 
     async def publish(self, manifest: Manifest) -> Publication:
         assert self._pending is None, "one publication at a time"
@@ -96,6 +101,12 @@ class Publishing:
             dropped_programs=sum(reply.dropped_programs for reply in pending.commits),
         )
 
+    async def settled(self) -> None:
+        """Return as soon as nothing is being published."""
+        while (pending := self._pending) is not None:
+            await pending.over.wait()
+            await anyio.lowlevel.checkpoint()
+
     def start(self, action: UpdateAction) -> None:
         """Carry out what the gate asks for."""
         match action:
@@ -108,12 +119,14 @@ class Publishing:
             case Quarantine(engine_id, reason):
                 if self._pending:
                     self._pending.failures.append(f"{engine_id}: {reason}")
+                self._quarantined(engine_id, reason)
             case _:
                 assert_never(action)
 
     def _conclude(self, *, opened: bool) -> None:
         if self._pending:
             self._pending.opened = opened
+            self.manifest = self._pending.manifest if opened else self.manifest
             self._pending.over.set()
 
     async def _stage(self, engine_id: EngineId, version: Version) -> None:

@@ -4,6 +4,7 @@ journal.db        what happened, see runtime/journal.py
 events.jsonl      the same for people and programs that follow along
 checkpoints/      what `Learner.save` writes
 logs/             stderr of the processes
+control.sock      what the living runtime says of its engines
 lock              held by the living runtime; its pid is in it
 """
 
@@ -43,6 +44,11 @@ class RunDirectory:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def control(self) -> Path:
+        """Socket on which a living runtime says how it is."""
+        return self.path / "control.sock"
 
     @property
     def is_in_use(self) -> bool:

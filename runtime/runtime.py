@@ -19,7 +19,10 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from sostenuto.errors import ConfigError, SostenutoError
-from sostenuto.runtime.config import RuntimeConfig
+from sostenuto.runtime.config import EngineEntry, RuntimeConfig
+from sostenuto.runtime.control import serve_control
+from sostenuto.runtime.engine_pool import EnginePool
+from sostenuto.runtime.engine_view import EngineView
 from sostenuto.runtime.engines.client import Tap
 from sostenuto.runtime.jobs.assess import assess
 from sostenuto.runtime.jobs.events import JobEvent, JobFailed, JobResult, as_json
@@ -159,6 +162,25 @@ class Runtime:
         self._group.start_soon(handle.run, work, say)
         return handle
 
+    async def add_engine(self, engine: EngineEntry) -> None:
+        """Give one more engine to the jobs that run and to those that come.
+
+        ConfigError or EngineError, and nothing has changed, when it does not join a job that runs.
+        """
+        await self._premises.engines.add(engine)
+
+    async def remove_engine(self, engine_id: str, *, within_s: float = 60.0) -> None:
+        """Let an engine go, by the id of its entry.
+
+        Nothing new starts there.  Turns that run may end within the deadline; what does not is done again
+        elsewhere, with the same tokens.  ConfigError when it is not there, or the last one that serves.
+        """
+        await self._premises.engines.remove(engine_id, within_s=within_s)
+
+    async def engines(self) -> list[EngineView]:
+        """The engines of all jobs that run, as they stand."""
+        return await self._premises.engines.view()
+
     async def _open(self, stack: AsyncExitStack) -> None:
         self._run = stack.enter_context(hold(Path(self.config.directory)))
         self._log = stack.enter_context(self._run.events.open("ab", buffering=0))
@@ -176,8 +198,10 @@ class Runtime:
             isolation=tools.isolation,
             limiting=tools.limiting,
             new_version=self._new_version,
+            engines=EnginePool(self.config),
             tap=self._tap,
         )
+        await stack.enter_async_context(serve_control(self._run, self._premises.engines.view))
 
     def _settle(self, journal: Journal) -> None:
         """Enter that the last runtime's open programs have failed, and that this is a new epoch."""

@@ -121,6 +121,9 @@ class EngineJoined:
     """Of its lower tier; 0: it has none."""
     host_tokens_s: float = 0.0
     """Tokens a second that come back from the lower tier."""
+    peers: str = ""
+    """Engines that say the same here are as fast as each other, unless something is wrong with one of them;
+    empty: it is compared with none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,22 @@ class EngineLoaded:
 @dataclass(frozen=True, slots=True)
 class EngineLost:
     engine_id: EngineId
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDraining:
+    """It is about to leave: nothing new starts there, and what is between turns gives up its KV."""
+
+    engine_id: EngineId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a request that was sent to find out how fast an engine is cost; None: it failed."""
+
+    engine_id: EngineId
+    cost: TurnCost | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +219,8 @@ EngineEvent = (
     EngineJoined
     | EngineLoaded
     | EngineLost
+    | EngineDraining
+    | Probed
     | PublicationBegun
     | UpdateStaged
     | UpdateCommitted
@@ -308,6 +329,29 @@ class Quarantine:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Find out how fast the engine is, and report `Probed`."""
+
+    engine_id: EngineId
+
+
+@dataclass(frozen=True, slots=True)
+class Slowed:
+    """The engine is slow: nothing starts there until probes find it as fast as its peers."""
+
+    engine_id: EngineId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The engine takes requests again."""
+
+    engine_id: EngineId
+
+
 ProgramAction = Prepare | Decode | Evict | Offload | MoveSandbox | TurnAway | Refuse | Expire
+PaceAction = Probe | Slowed | Recovered
 UpdateAction = StageUpdate | CommitUpdate | Opened | PublicationFailed | Quarantine
-Action = ProgramAction | UpdateAction
+Action = ProgramAction | PaceAction | UpdateAction

@@ -14,10 +14,12 @@ from sostenuto.scheduler.actions import (
     Action,
     Answered,
     Decode,
+    EngineDraining,
     EngineJoined,
     EngineLoaded,
     EngineLost,
     Event,
+    Evict,
     Expire,
     Finished,
     Heard,
@@ -75,6 +77,7 @@ class Frame(ABC):
             EngineJoined: self._on_engine_joined,
             EngineLoaded: self._on_engine_loaded,
             EngineLost: self._on_engine_lost,
+            EngineDraining: self._on_draining,
             ToolServerJoined: self._on_tool_server,
             PublicationBegun: lambda event, _: self.gate.begin(event.version),
             UpdateStaged: lambda event, _: self.gate.staged(event.engine_id, event.version),
@@ -107,16 +110,12 @@ class Frame(ABC):
         return min((s for s in (lease_s, look_s) if s is not None), default=None)
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(
-            phases={program.id: program.phase for program in self._programs.values()},
-            engines={
-                seat.id: (seat.kv.statistics().reserved_tokens, len(seat.decoding))
-                for seat in self._engines.values()
-            },
+        return Snapshot.of(
+            self._programs.values(),
+            self._engines.values(),
             waiting=self._waiting_count(),
             late_events=self._late_events,
-            waits_for={p.id: p.reason for p in self._programs.values() if p.reason is not None},
-            waited_s=dict(self._waited_s),
+            waited_s=self._waited_s,
         )
 
     def waits_of(self, program_id: ProgramId) -> dict[Reason, float]:
@@ -294,6 +293,12 @@ class Frame(ABC):
         self._empty(event.engine_id, Move.LOSE_ENGINE, now_s)
         self._engines.pop(event.engine_id, None)
         return self.gate.leave(event.engine_id)
+
+    def _on_draining(self, event: EngineDraining, now_s: float) -> list[Action]:
+        self.gate.close(event.engine_id, event.reason)
+        idle = [p.id for p in self._held_on(self._engines[event.engine_id]) if p.phase is not Phase.REASONING]
+        self._empty(event.engine_id, Move.EVICT, now_s)
+        return [Evict(program_id, event.engine_id) for program_id in idle]
 
     def _on_committed(self, event: UpdateCommitted, now_s: float) -> list[Action]:
         if event.dropped_kv and self.gate.expects_commit(event.engine_id, event.version):

@@ -7,6 +7,8 @@
     COMMITTING     the swap
     QUARANTINED    a full verified update
 
+An engine can be closed beside that: it takes part in publications and starts nothing until it is opened.
+
 A version opens when every engine that takes part serves it.  One that fails is quarantined and the
 others go on; it serves nothing, also while it takes in the next version, until that one is verified.
 Versions never go back.
@@ -40,6 +42,10 @@ class _Member:
     verified: Version | None
     """What it serves; None while nothing on it is verified."""
     state: EngineState = EngineState.SERVING
+    closed: str = ""
+    """Why it starts nothing although it could; empty: it may."""
+    failure: str = ""
+    """Why it is quarantined."""
 
 
 class Gate:
@@ -60,13 +66,28 @@ class Gate:
         return self._pending
 
     def version(self, engine_id: EngineId) -> Version | None:
-        """What the engine serves; None while it is quarantined."""
-        return self._members[engine_id].verified
+        """What the engine serves; None while it is quarantined, or not in the fleet."""
+        member = self._members.get(engine_id)
+        return member.verified if member is not None else None
 
     def may_start(self, engine_id: EngineId) -> bool:
-        """Whether a request may start there: its version is verified."""
+        """Whether a request may start there: its version is verified, and it is not closed."""
         member = self._members.get(engine_id)
-        return member is not None and member.verified is not None
+        return member is not None and member.verified is not None and not member.closed
+
+    def close(self, engine_id: EngineId, reason: str) -> None:
+        """From now on nothing starts there.  An engine that is not in the fleet is left alone."""
+        if (member := self._members.get(engine_id)) is not None:
+            member.closed = reason
+
+    def open(self, engine_id: EngineId) -> None:
+        if (member := self._members.get(engine_id)) is not None:
+            member.closed = ""
+
+    def why_not(self, engine_id: EngineId) -> str:
+        """Why it is quarantined or closed, for people; empty for one that serves."""
+        member = self._members.get(engine_id)
+        return member.failure or member.closed if member is not None else ""
 
     def states(self) -> dict[EngineId, EngineState]:
         return {engine_id: member.state for engine_id, member in self._members.items()}
@@ -111,7 +132,8 @@ class Gate:
     def committed(self, engine_id: EngineId, version: Version) -> list[Action]:
         if not self._expects(engine_id, version, EngineState.COMMITTING):
             return []
-        self._members[engine_id] = _Member(version)
+        member = self._members[engine_id]
+        member.verified, member.state, member.failure = version, EngineState.SERVING, ""
         return self._progress()
 
     def failed(self, engine_id: EngineId, version: Version, reason: str) -> list[Action]:
@@ -119,7 +141,7 @@ class Gate:
         member = self._members.get(engine_id)
         if member is None or version != self._pending:
             return []
-        member.verified, member.state = None, EngineState.QUARANTINED
+        member.verified, member.state, member.failure = None, EngineState.QUARANTINED, reason
         return [Quarantine(engine_id, reason), *self._progress()]
 
     def expects_commit(self, engine_id: EngineId, version: Version) -> bool:

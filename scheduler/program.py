@@ -1,5 +1,6 @@
 """What the scheduler keeps of one program, and what it shows of all."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -133,3 +134,23 @@ class Snapshot:
     waits_for: dict[ProgramId, Reason] = field(default_factory=dict[ProgramId, Reason])
     waited_s: dict[Reason, float] = field(default_factory=dict[Reason, float])
     """Over all programs, those that are over included."""
+
+    @classmethod
+    def of(
+        cls,
+        programs: Iterable[Program],
+        engines: Iterable[EngineSeat],
+        *,
+        waiting: int,
+        late_events: int,
+        waited_s: dict[Reason, float],
+    ) -> "Snapshot":
+        everybody = list(programs)
+        return cls(
+            phases={program.id: program.phase for program in everybody},
+            engines={seat.id: (seat.kv.statistics().reserved_tokens, len(seat.decoding)) for seat in engines},
+            waiting=waiting,
+            late_events=late_events,
+            waits_for={p.id: p.reason for p in everybody if p.reason is not None},
+            waited_s=dict(waited_s),
+        )

@@ -18,9 +18,9 @@ from sostenuto.scheduler.actions import (
     Offload,
     Refuse,
 )
-from sostenuto.scheduler.books import Books
 from sostenuto.scheduler.lifecycle import Move
 from sostenuto.scheduler.order import FIRST, Key
+from sostenuto.scheduler.paced import Paced
 from sostenuto.scheduler.program import NEVER, Program, Reason
 from sostenuto.scheduler.roster import loosest
 from sostenuto.scheduler.seat import Seat, Taken
@@ -36,17 +36,19 @@ _SNAPSHOT_AFTER = 20.0
 """A sandbox that lies idle for so many times what a snapshot costs is snapshotted."""
 
 
-class Scheduler(Books):
+class Scheduler(Paced):
     """Owner of all programs' phases.  One event at a time; never re-entered."""
 
     _swept_s = 0.0
 
     def _look_again_s(self) -> float | None:
         waits = self._seats and (len(self.patience) > 0 or self._is_short_of_sandboxes())
-        return self._swept_s + _SWEEP_S if waits else None
+        probe_s = super()._look_again_s()
+        sweep_s = self._swept_s + _SWEEP_S if waits else None
+        return min((s for s in (probe_s, sweep_s) if s is not None), default=None)
 
     def _decide(self, now_s: float) -> list[Action]:
-        actions: list[Action] = []
+        actions = self._keep_pace(now_s)
         self._follow_version()
         if now_s >= self._swept_s + _SWEEP_S:
             actions += self._sweep(now_s)

@@ -19,7 +19,7 @@ from sandboxes import nothing_left
 from scripted import TINY, children, write_tokenizer_folder
 from sostenuto.errors import TrainerError
 from sostenuto.records import Producer, validate
-from sostenuto.runtime.config import RuntimeConfig
+from sostenuto.runtime.config import EngineSettings, RuntimeConfig
 from sostenuto.runtime.jobs.evaluate import NothingScored
 from sostenuto.runtime.jobs.events import JobEvent, JobStarted, StepTrained
 from sostenuto.runtime.jobs.job import EvalJob, RLJob
@@ -227,7 +227,8 @@ async def test_a_runtime_that_is_killed_takes_everything_with_it_and_the_next_on
     with read_journal(run / "journal.db") as reader:
         highest = reader.highest_version()
     assert highest is not None
-    async with Runtime(RuntimeConfig(directory=run)) as runtime:
+    config = RuntimeConfig(directory=run, engine=EngineSettings(restarts=0))
+    async with Runtime(config) as runtime:
         assert (runtime.ledger.running, runtime.ledger.sealed) == (0, 0)
         assert not list((run / "sandboxes").iterdir())
         await _an_evaluation_whose_engine_is_killed(runtime, model, highest)

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self, TypeVar
@@ -62,6 +62,7 @@ class EngineClient:
         generate_timeout_s: float = 3600.0,
         tap: Tap | None = None,
         diagnose: Callable[[], str] = str,
+        ended: Callable[[], Awaitable[object]] = anyio.sleep_forever,
     ) -> None:
         self.engine_id = engine_id
         self._socket = socket
@@ -70,6 +71,7 @@ class EngineClient:
         self._tap = tap
         self._diagnose = diagnose
         """What is known about a process that does not answer."""
+        self._ended = ended
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -82,6 +84,11 @@ class EngineClient:
     async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
+
+    async def until_ended(self) -> str:
+        """Wait for the end of the process that was launched with this client; why it ended."""
+        await self._ended()
+        return f"engine {self.engine_id}: {self._diagnose()}"
 
     async def capabilities(self) -> Capabilities:
         return self._read(Capabilities, await self._call("GET", "capabilities"))
@@ -209,6 +216,7 @@ async def launch_embedded(
             generate_timeout_s=generate_timeout_s,
             tap=tap,
             diagnose=lambda: _obituary(process, log),
+            ended=process.wait,
         )
         async with client:
             yield client

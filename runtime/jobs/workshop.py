@@ -1,24 +1,25 @@
 """Everything that one job works with, opened together and closed in the other order."""
 
-import os
-import tempfile
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import anyio
+import anyio.to_thread
 
 from sostenuto.errors import lone_error
 from sostenuto.runtime.config import RuntimeConfig
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
-from sostenuto.runtime.engines.client import Tap, launch_embedded
-from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
-from sostenuto.runtime.engines.protocol import Engine
+from sostenuto.runtime.engine_pool import EnginePool
+from sostenuto.runtime.engines.client import Tap
+from sostenuto.runtime.engines.opened import Ground
+from sostenuto.runtime.engines.suits import Requirements
 from sostenuto.runtime.jobs.events import JobEvent
 from sostenuto.runtime.journal import Journal, VersionPublished
 from sostenuto.runtime.ledger import Ledger
-from sostenuto.runtime.program import ToolServer
+from sostenuto.runtime.program import Timeouts, ToolServer
 from sostenuto.runtime.publishing import Publication, UpdatePolicy
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
@@ -28,13 +29,21 @@ from sostenuto.runtime.run_directory import RunDirectory
 from sostenuto.runtime.simulation.traces.recorder import TraceRecorder
 from sostenuto.scheduler.actions import ToolServerJoined
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.types import EngineId, Version
-
-_SOCKET = "engine.sock"
-_LONGEST_SOCKET_BYTES = 107
-"""That the path of a Unix socket can have."""
+from sostenuto.types import Limits, Version
 
 Say = Callable[[JobEvent], None]
+
+
+class Engaging(Protocol):
+    """What a job says of the engines that it needs."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def model_folder(self) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +60,17 @@ class Premises:
     """Tells, within the block, what sandboxes may take together, whenever that changes."""
     new_version: Callable[[], Version]
     """A version that was never used in this run."""
+    engines: EnginePool
     tap: Tap | None = None
     """Sees the bytes on the engine's socket; for checks that compare records with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """One job's engine and programs."""
+    """One job's engines and programs."""
 
     premises: Premises
     renderer: Renderer
-    engine: Engine
     dispatcher: Dispatcher
     rollouts: Rollouts
 
@@ -75,50 +84,29 @@ class Workshop:
 
 @asynccontextmanager
 async def open_workshop(
-    premises: Premises, folder: Path, *, name: str, keep_kv: bool = False
+    premises: Premises, job: Engaging, *, keep_kv: bool = False
 ) -> AsyncGenerator[Workshop]:
-    """Start an engine on the model folder and a dispatcher on the engine."""
-    config, engine_id = premises.config, EngineId(f"{name}-engine")
-    renderer = await anyio.to_thread.run_sync(lambda: open_renderer(ModelFolder.open(folder)))
+    """Start the job's engines on its model folder, and a dispatcher on the engines."""
+    config = premises.config
+    folder = await anyio.to_thread.run_sync(ModelFolder.open, job.model_folder())
+    renderer = await anyio.to_thread.run_sync(open_renderer, folder)
     trace = TraceRecorder(config.trace) if config.trace else None
     version = premises.new_version()
-    with _socket_folder(premises.run) as sockets, lone_error():
-        settings = EmbeddedSettings(
-            model=folder,
-            socket=sockets / _SOCKET,
-            kv_tokens=config.engine.kv_tokens,
-            concurrency=config.engine.concurrency,
-            threads=config.engine.threads,
-            dtype=config.engine.dtype,
-            version=str(version),
-            device=config.engine.device,
-            speculation=config.engine.speculation,
-            draft_tokens=config.engine.draft_tokens,
-            quantization=config.engine.quantization,
-        )
+    ground = Ground(job.name, folder.path, version, config.engine, premises.run.logs, premises.tap)
+    needs = Requirements.of(folder, version, job.limits.total_tokens)
+    with lone_error():
         async with (
-            launch_embedded(settings, engine_id=engine_id, tap=premises.tap) as engine,
             open_dispatcher(
                 config.scheduler,
-                {engine_id: engine},
+                {},
                 premises.tools,
                 renderer,
+                timeouts=Timeouts(engine_return_s=config.engine_return_s),
                 update=UpdatePolicy(keep_kv=keep_kv),
             ) as dispatcher,
+            premises.engines.crew(dispatcher, needs, ground),
         ):
             premises.journal.write(VersionPublished(version, step=0))
             rollouts = Rollouts(dispatcher, premises.ledger, premises.journal, trace=trace)
             with premises.limiting(dispatcher.limit):
-                yield Workshop(premises, renderer, engine, dispatcher, rollouts)
-
-
-@contextmanager
-def _socket_folder(run: RunDirectory) -> Generator[Path]:
-    """Where the engine's socket is, and its log: with the logs of the run, which outlive it."""
-    folder = Path(tempfile.mkdtemp(prefix="engine-", dir=run.logs.absolute()))
-    if len(os.fsencode(folder / _SOCKET)) <= _LONGEST_SOCKET_BYTES:
-        yield folder
-        return
-    folder.rmdir()
-    with tempfile.TemporaryDirectory(prefix="sostenuto-", ignore_cleanup_errors=True) as elsewhere:
-        yield Path(elsewhere)
+                yield Workshop(premises, renderer, dispatcher, rollouts)

@@ -1,0 +1,121 @@
+"""From an entry of the configuration to an engine that can be opened, any number of times.
+
+An embedded engine is started anew each time, with the weights of the job's model folder; one that runs
+already is connected to.  In either case it may serve another version than the one that is deployed:
+whoever opens it sees to that.
+"""
+
+import os
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sostenuto.errors import ConfigError
+from sostenuto.runtime.config import EngineEntry, EngineSettings, RuntimeConfig
+from sostenuto.runtime.engines.client import Tap, launch_embedded
+from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
+from sostenuto.runtime.engines.protocol import Engine
+from sostenuto.types import EngineId, Version
+
+_SOCKET = "engine.sock"
+_LONGEST_SOCKET_BYTES = 107
+"""That the path of a Unix socket can have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An engine that serves."""
+
+    engine: Engine
+    ended: Callable[[], Awaitable[str]]
+    """Returns why, once its process has ended; of one that is not ours, never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One engine as it can be opened."""
+
+    id: EngineId
+    kind: str
+    open: Callable[[], AbstractAsyncContextManager[Opened]]
+    """EngineError when it does not serve."""
+    restarts: int | None
+    """How often it is opened again within ten minutes.  None: it is not ours to start, and waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What the engines of one job have in common."""
+
+    job: str
+    folder: Path
+    """Of the model."""
+    version: Version
+    """What its weights are called."""
+    settings: EngineSettings
+    """Of embedded engines whose entry says nothing else."""
+    logs: Path
+    tap: Tap | None = None
+
+
+def entries_of(config: RuntimeConfig) -> list[EngineEntry]:
+    """The configured engines, each with an id of its own."""
+    if config.engines:
+        taken = {entry.id for entry in config.engines}
+        return [entry if entry.id else _numbered(entry, taken) for entry in config.engines]
+    if config.engine.replicas == 1:
+        return [EngineEntry(id="engine")]
+    return [EngineEntry(id=f"engine-{number}") for number in range(config.engine.replicas)]
+
+
+def _numbered(entry: EngineEntry, taken: set[str]) -> EngineEntry:
+    """Give it the first free name of its kind; `taken` has it afterwards."""
+    number = next(n for n in range(len(taken) + 1) if f"{entry.kind}-{n}" not in taken)
+    name = f"{entry.kind}-{number}"
+    taken.add(name)
+    return entry.model_copy(update={"id": name})
+
+
+def source_of(entry: EngineEntry, ground: Ground) -> Source:
+    """How the engine is opened; ConfigError for one that cannot be."""
+    if entry.kind != "embedded":
+        raise ConfigError(f"engines: {entry.id}: there is no adapter for kind {entry.kind!r}")
+    engine_id = EngineId(f"{ground.job}-{entry.id}")
+    return Source(
+        id=engine_id,
+        kind=entry.kind,
+        open=lambda: _launched(engine_id, entry, ground),
+        restarts=ground.settings.restarts,
+    )
+
+
+@asynccontextmanager
+async def _launched(engine_id: EngineId, entry: EngineEntry, ground: Ground) -> AsyncGenerator[Opened]:
+    common = ground.settings
+    with _socket_folder(ground.logs) as folder:
+        settings = EmbeddedSettings(
+            model=ground.folder,
+            socket=folder / _SOCKET,
+            kv_tokens=entry.kv_tokens or common.kv_tokens,
+            concurrency=entry.concurrency or common.concurrency,
+            threads=entry.threads or common.threads,
+            dtype=entry.dtype or common.dtype,
+            version=str(ground.version),
+            device=entry.device or common.device,
+        )
+        async with launch_embedded(settings, engine_id=engine_id, tap=ground.tap) as client:
+            yield Opened(client, client.until_ended)
+
+
+@contextmanager
+def _socket_folder(logs: Path) -> Generator[Path]:
+    """Where the engine's socket is, and its log: with the logs of the run, which outlive it."""
+    folder = Path(tempfile.mkdtemp(prefix="engine-", dir=logs.absolute()))
+    if len(os.fsencode(folder / _SOCKET)) <= _LONGEST_SOCKET_BYTES:
+        yield folder
+        return
+    folder.rmdir()
+    with tempfile.TemporaryDirectory(prefix="sostenuto-", ignore_cleanup_errors=True) as elsewhere:
+        yield Path(elsewhere)
