@@ -17,8 +17,7 @@ from sostenuto.types import EngineId
 class Crew:
     """Use `open_crew`."""
 
-    def __init__(self, dispatcher: Dispatcher, needs: Requirements, running: TaskGroup) -> None:
-        self.dispatcher = dispatcher
+    def __init__(self, needs: Requirements, running: TaskGroup) -> None:
         self._needs = needs
         self._running = running
         self._keepers: dict[EngineId, Keeper] = {}
@@ -30,21 +29,22 @@ class Crew:
     def keepers(self) -> list[Keeper]:
         return list(self._keepers.values())
 
-    async def begin(self, sources: Sequence[Source]) -> None:
-        """Open all of them; go on with those that join.  The error of the first when none does."""
+    async def begin(self, dispatcher: Dispatcher, sources: Sequence[Source]) -> None:
+        """Open all of them; go on with those that join.  EngineError, with every reason, when none does."""
+        self.dispatcher = dispatcher
         begun = [self._begin(source, promised_tokens=0) for source in sources]
         for keeper in begun:
             await keeper.tried.wait()
         if all(keeper.standing is not Standing.MEMBER for keeper in begun):
             raise EngineError("; ".join(dict.fromkeys(keeper.reason for keeper in begun)))
         for keeper in begun:
-            keeper.promised_tokens = self.dispatcher.context_tokens
+            keeper.promised_tokens = self.dispatcher.fleet.context_tokens
 
     async def add(self, source: Source) -> None:
         """Take in one more; EngineError, and nothing has changed, when it does not join."""
         if source.id in self._keepers:
             raise ConfigError(f"engine {source.id} is there already; give another id, or remove it first")
-        keeper = self._begin(source, promised_tokens=self.dispatcher.context_tokens)
+        keeper = self._begin(source, promised_tokens=self.dispatcher.fleet.context_tokens)
         await keeper.tried.wait()
         if keeper.standing is not Standing.MEMBER:
             await self.remove(source.id, within_s=0)
@@ -75,14 +75,14 @@ class Crew:
 
 
 @asynccontextmanager
-async def open_crew(
-    dispatcher: Dispatcher, needs: Requirements, sources: Sequence[Source]
-) -> AsyncGenerator[Crew]:
-    """Open the engines and keep them while the block runs; EngineError when none of them joins."""
+async def open_crew(needs: Requirements) -> AsyncGenerator[Crew]:
+    """Keep engines while the block runs.  The dispatcher is opened and closed within it.
+
+    So what the dispatcher still asks of an engine is answered, whatever ends the block.
+    """
     async with anyio.create_task_group() as running:
-        crew = Crew(dispatcher, needs, running)
+        crew = Crew(needs, running)
         try:
-            await crew.begin(sources)
             yield crew
         finally:
             for keeper in crew.keepers:

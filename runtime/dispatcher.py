@@ -23,7 +23,7 @@ from sostenuto.records import Trajectory, validate
 from sostenuto.runtime.drive import Drive, Grant, Surroundings
 from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.engines.wire import Capabilities
-from sostenuto.runtime.fleet import Fleet, Seen, Trouble
+from sostenuto.runtime.fleet import Fleet, Trouble
 from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.prompts import Prompts
 from sostenuto.runtime.publishing import Publication, Publishing, UpdatePolicy
@@ -107,7 +107,7 @@ class Dispatcher:
     ) -> None:
         self.scheduler = policy
         known = dict(engines)
-        self._fleet = Fleet(
+        self.fleet = Fleet(
             known,
             self._feed,
             answer_s=timeouts.engine_answer_s,
@@ -119,7 +119,7 @@ class Dispatcher:
         self._timeouts = timeouts
         self._running = running
         self._seats: dict[ProgramId, _Seat] = {}
-        self._publishing = Publishing(known, update, self._feed, running, self._fleet.quarantined)
+        self._publishing = Publishing(known, update, self._feed, running, self.fleet.quarantined)
         self._emptying: dict[EngineId, anyio.Event] = {}
         """Engines on which nothing starts; set once nothing decodes there."""
         self._now_s = asyncio.get_running_loop().time
@@ -129,9 +129,9 @@ class Dispatcher:
         self._around = Surroundings(
             tools=tools,
             renderer=renderer,
-            generate=self._fleet.generate,
-            release=self._fleet.release,
-            context_tokens=lambda: self._fleet.context_tokens,
+            generate=self.fleet.generate,
+            release=self.fleet.release,
+            context_tokens=lambda: self.fleet.context_tokens,
             report=self._feed,
             now_s=self._now_s,
             timeouts=timeouts,
@@ -190,14 +190,10 @@ class Dispatcher:
 
         EngineError when it does not answer, or serves an older version than the deployed one.
         """
-        facts = await self._fleet.join(engine_id, engine)
+        facts = await self.fleet.join(engine_id, engine)
         self._prompts.joined(engine_id, facts)
         self._gave_up = ""
         return facts
-
-    def lose(self, engine_id: EngineId, reason: str) -> None:
-        """It is known to be gone, or to serve what is not verified: its programs go on elsewhere."""
-        self._fleet.lose(engine_id, reason)
 
     def serves(self, engine_id: EngineId) -> Version | None:
         """The verified version of an engine; None while it has none, or is not in the fleet."""
@@ -206,11 +202,11 @@ class Dispatcher:
     async def until_troubled(self, engine_id: EngineId) -> Trouble:
         """Wait until the engine is lost, or has failed a publication and no later one has brought it back."""
         while True:
-            trouble = await self._fleet.until_troubled(engine_id)
+            trouble = await self.fleet.until_troubled(engine_id)
             if not trouble.is_lost:
                 await self._publishing.settled()
                 if self.serves(engine_id) is not None:
-                    self._fleet.recovered(engine_id)
+                    self.fleet.recovered(engine_id)
                     continue
             return trouble
 
@@ -219,7 +215,7 @@ class Dispatcher:
 
         Programs that still decode then go on elsewhere, with the tokens that they had before that turn.
         """
-        if self._fleet.seen(engine_id) is None:
+        if self.fleet.seen(engine_id) is None:
             return
         self._emptying[engine_id] = emptied = anyio.Event()
         try:
@@ -228,20 +224,7 @@ class Dispatcher:
                 await emptied.wait()
         finally:
             del self._emptying[engine_id]
-            self._fleet.lose(engine_id, reason)
-
-    def seen(self, engine_id: EngineId) -> Seen | None:
-        """What a living engine said of itself last."""
-        return self._fleet.seen(engine_id)
-
-    async def look(self) -> None:
-        """Ask every engine now how it is, for `seen`."""
-        await self._fleet.look()
-
-    @property
-    def context_tokens(self) -> int:
-        """The longest context that every engine takes; 0 before the first has joined."""
-        return self._fleet.context_tokens
+            self.fleet.lose(engine_id, reason)
 
     def give_up(self, reason: str) -> None:
         """No engine will come back: end every program, and whatever is submitted before one joins."""
@@ -268,12 +251,12 @@ class Dispatcher:
     async def _give_up_engines(self, lost: str) -> None:
         """End every program when no engine has come back in time."""
         await anyio.sleep(self._timeouts.engine_return_s)
-        if not len(self._fleet):
+        if not len(self.fleet):
             self.give_up(f"{_NO_ENGINE}; {lost}")
 
     async def keep_informed(self) -> None:
         """Tell the scheduler now and then what the engines say of themselves."""
-        await self._fleet.keep_polling()
+        await self.fleet.keep_polling()
 
     async def keep_time(self) -> None:
         """Tell the scheduler of time passing when it asked to be told.
@@ -315,7 +298,7 @@ class Dispatcher:
             case Prepare() | Decode() | Refuse() | TurnAway():
                 self._seats[action.program_id].mail.put(action)
             case Evict(program_id, engine_id):
-                self._running.start_soon(self._fleet.release, engine_id, program_id)
+                self._running.start_soon(self.fleet.release, engine_id, program_id)
             case Expire(program_id):
                 self._seats[program_id].scope.cancel()
             case Probe() | Slowed() | Recovered():
@@ -323,13 +306,13 @@ class Dispatcher:
             case MoveSandbox(program_id, rung):
                 self._running.start_soon(self._move_sandbox, program_id, rung)
             case Offload(program_id, engine_id):
-                self._running.start_soon(self._fleet.offload, engine_id, program_id)
+                self._running.start_soon(self.fleet.offload, engine_id, program_id)
             case _:
                 self._publishing.start(action)
 
     def _mind_pace(self, action: PaceAction) -> None:
         if isinstance(action, Probe):
-            self._running.start_soon(self._fleet.probe, action.engine_id)
+            self._running.start_soon(self.fleet.probe, action.engine_id)
         else:
             _log.warning("%s", action)
 
@@ -363,7 +346,10 @@ async def open_dispatcher(
             await dispatcher.join(engine_id)
         running.start_soon(dispatcher.keep_time)
         running.start_soon(dispatcher.keep_informed)
-        yield dispatcher
+        try:
+            yield dispatcher
+        finally:
+            dispatcher.fleet.forget()
         running.cancel_scope.cancel()
 
 

@@ -40,19 +40,24 @@ class EnginePool:
         return f"<EnginePool {' '.join(self._entries)} jobs={list(self._posts)}>"
 
     @asynccontextmanager
-    async def crew(self, dispatcher: Dispatcher, needs: Requirements, ground: Ground) -> AsyncGenerator[Crew]:
-        """A job's engines, joined, while the block runs.
+    async def crew(self, needs: Requirements, ground: Ground) -> AsyncGenerator[Crew]:
+        """A job's engines while the block runs; `begin` opens them.
 
-        ConfigError when another job has those that run elsewhere, EngineError when no engine joins.
+        ConfigError when another job has those that run elsewhere.
         """
         with self._borrowing(ground.job):
-            sources = [source_of(entry, ground) for entry in self._entries.values()]
-            async with open_crew(dispatcher, needs, sources) as crew:
-                self._posts[ground.job] = _Post(crew, ground)
-                try:
-                    yield crew
-                finally:
-                    del self._posts[ground.job]
+            async with open_crew(needs) as crew:
+                yield crew
+
+    @asynccontextmanager
+    async def begun(self, crew: Crew, dispatcher: Dispatcher, ground: Ground) -> AsyncGenerator[None]:
+        """Open the engines, and have them here while the block runs; EngineError when none of them joins."""
+        self._posts[ground.job] = _Post(crew, ground)
+        try:
+            await crew.begin(dispatcher, [source_of(entry, ground) for entry in self._entries.values()])
+            yield
+        finally:
+            del self._posts[ground.job]
 
     async def add(self, entry: EngineEntry) -> None:
         """Give one more engine to every job, those that run and those to come.
@@ -91,7 +96,7 @@ class EnginePool:
         posts = list(self._posts.items())
         async with anyio.create_task_group() as group:
             for _, post in posts:
-                group.start_soon(post.crew.dispatcher.look)
+                group.start_soon(post.crew.dispatcher.fleet.look)
         return [view for job, post in posts for view in views_of(job, post.crew)]
 
     def _refuse_to_share(self, entry: EngineEntry) -> None:

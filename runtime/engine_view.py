@@ -65,7 +65,7 @@ def _view(job: str, keeper: Keeper, dispatcher: Dispatcher) -> EngineView:
         version=str(dispatcher.serves(engine_id) or ""),
         restarts=keeper.restarts,
     )
-    seen = dispatcher.seen(engine_id)
+    seen = dispatcher.fleet.seen(engine_id)
     return view if seen is None else _with_what_was_seen(view, seen)
 
 

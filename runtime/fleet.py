@@ -183,6 +183,12 @@ class Fleet:
         if (life := self._lives.get(engine_id)) is not None:
             self._lose(life, reason)
 
+    def forget(self) -> None:
+        """None is alive as far as we are concerned; nobody is told."""
+        for life in self._lives.values():
+            _end_calls(life)
+        self._lives.clear()
+
     def quarantined(self, engine_id: EngineId, reason: str) -> None:
         """It failed to take in a version."""
         if (life := self._lives.get(engine_id)) is not None:

@@ -111,7 +111,7 @@ class Keeper:
             async def watch() -> None:
                 ends.append(await opened.ended())
                 # At once: programs need not wait until a call of theirs fails.
-                self._dispatcher.lose(self.source.id, ends[0])
+                self._dispatcher.fleet.lose(self.source.id, ends[0])
                 group.cancel_scope.cancel()
 
             group.start_soon(watch)
@@ -127,7 +127,7 @@ class Keeper:
             await self._join(engine)
             trouble = await self._dispatcher.until_troubled(self.source.id)
             self._is_lost(trouble.reason)
-            self._dispatcher.lose(self.source.id, trouble.reason)
+            self._dispatcher.fleet.lose(self.source.id, trouble.reason)
             if trouble.is_lost or not await self._is_behind(engine):
                 return trouble.reason
 
@@ -186,10 +186,10 @@ class Keeper:
                 with anyio.fail_after(_CALL_S):
                     version = (await engine.capabilities()).version
             except (EngineError, TimeoutError) as error:
-                self._dispatcher.lose(self.source.id, str(error) or f"no answer within {_CALL_S:g} s")
+                self._dispatcher.fleet.lose(self.source.id, str(error) or f"no answer within {_CALL_S:g} s")
                 continue
             if served == self._dispatcher.serves(self.source.id) and version != str(served):
-                self._dispatcher.lose(
+                self._dispatcher.fleet.lose(
                     self.source.id, f"it has started anew: it serves version {version} in place of {served}"
                 )
 

@@ -1,6 +1,6 @@
 """Engines that are opened, die, and are opened again, without processes."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -137,19 +137,19 @@ async def manned(
     needs: Requirements = NEEDS,
     timeouts: Timeouts | None = None,
     tools: FakeTools | None = None,
-    known: Mapping[EngineId, FakeEngine] | None = None,
 ) -> AsyncGenerator[Manned]:
     """A dispatcher and its crew, on fakes."""
     tools = tools or FakeTools()
     async with (
+        open_crew(needs) as crew,
         open_dispatcher(
             SchedulerSettings(),
-            known or {},
+            {},
             tools,
             FakeRenderer(),
             policy=policy,
             timeouts=timeouts or Timeouts(engine_return_s=1000),
         ) as dispatcher,
-        open_crew(dispatcher, needs, sources) as crew,
     ):
+        await crew.begin(dispatcher, sources)
         yield Manned(crew, tools)

@@ -156,7 +156,7 @@ class EngineClient:
     async def _call(
         self, method: str, route: str, body: bytes | None = None, *, within_s: float | None = None
     ) -> bytes:
-        if self._session is None:
+        if self._session is None or self._session.closed:
             raise EngineError(f"{self._where(route)}: the client is not open; use `async with`")
         limit_s = self._control_s if within_s is None else within_s
         try:

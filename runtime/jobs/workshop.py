@@ -96,6 +96,7 @@ async def open_workshop(
     needs = Requirements.of(folder, version, job.limits.total_tokens)
     with lone_error():
         async with (
+            premises.engines.crew(needs, ground) as crew,
             open_dispatcher(
                 config.scheduler,
                 {},
@@ -104,7 +105,7 @@ async def open_workshop(
                 timeouts=Timeouts(engine_return_s=config.engine_return_s),
                 update=UpdatePolicy(keep_kv=keep_kv),
             ) as dispatcher,
-            premises.engines.crew(dispatcher, needs, ground),
+            premises.engines.begun(crew, dispatcher, ground),
         ):
             premises.journal.write(VersionPublished(version, step=0))
             rollouts = Rollouts(dispatcher, premises.ledger, premises.journal, trace=trace)
