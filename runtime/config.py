@@ -31,6 +31,19 @@ class EngineSettings(Section):
     threads: int = Field(default=1, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
+
+    speculation: Literal["prompt"] | None = None
+    """Where guesses at the next tokens come from; they are verified, several in one step.
+
+    prompt: what followed the last tokens when they were in the context before.
+    """
+
+    draft_tokens: int = Field(default=8, gt=0, le=64)
+    """Guesses for one request in one step, at most."""
+
+    quantization: Literal["int8", "fp8", "nvfp4"] | None = None
+    """Keep matrices in few bits.  `learner.quantization` makes training compute with the same values."""
+
     replicas: int = Field(default=1, gt=0)
     """Engines like this one."""
 
@@ -74,18 +87,6 @@ class EngineEntry(Section):
         if self.api_key_env is not None and self.api_key_file is not None:
             raise ValueError("api_key_env and api_key_file both name the key; give one of them")
         return self
-
-    speculation: Literal["prompt"] | None = None
-    """Where guesses at the next tokens come from; they are verified, several in one step.
-
-    prompt: what followed the last tokens when they were in the context before.
-    """
-
-    draft_tokens: int = Field(default=8, gt=0, le=64)
-    """Guesses for one request in one step, at most."""
-
-    quantization: Literal["int8", "fp8", "nvfp4"] | None = None
-    """Keep matrices in few bits.  `learner.quantization` makes training compute with the same values."""
 
 
 class TrainerProcessSettings(Section):

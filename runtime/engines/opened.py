@@ -104,6 +104,9 @@ async def _launched(engine_id: EngineId, entry: EngineEntry, ground: Ground) -> 
             dtype=entry.dtype or common.dtype,
             version=str(ground.version),
             device=entry.device or common.device,
+            speculation=common.speculation,
+            draft_tokens=common.draft_tokens,
+            quantization=common.quantization,
         )
         async with launch_embedded(settings, engine_id=engine_id, tap=ground.tap) as client:
             yield Opened(client, client.until_ended)
