@@ -1,0 +1,183 @@
+"""The SGLang adapter against a real SGLang server on CPU: what `make test-sglang` runs.
+
+    python -m benchmarks.sglang_truth
+
+1. The adapter's contract tests, on the real server.
+2. Every body that the adapter's tests send, against SGLang's own types.
+3. Programs of several turns on the real server, with weights that are published while they run.
+Ends with status 1 when something of it fails.  Figures are printed as they come, one JSON object a line.
+"""
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import anyio.to_thread
+
+from benchmarks.figure import Figure
+from benchmarks.sglang_environment import sglang_python
+from benchmarks.sglang_server import make_model, serve
+from sostenuto.runtime.engines.folder import WeightFolders
+from sostenuto.runtime.engines.sglang.engine import SGLangEngine
+from sostenuto.runtime.engines.sglang.transports import Disk
+from sostenuto.runtime.engines.wire import CommitRequest, GenerateRequest, Sampling
+from sostenuto.trainer.publication.manifest import Manifest
+from sostenuto.trainer.publication.sender import Sender, unique_tensors
+from sostenuto.types import EngineId, ProgramId, Version
+
+PROGRAMS, TURNS = 16, 6
+PROMPT_TOKENS, TURN_TOKENS, RESULT_TOKENS = 64, 24, 16
+TOOL_S = 0.1
+_CONTRACT = "tests/test_sglang_adapter.py"
+_FAKED = [f"tests/test_sglang_{part}.py" for part in ("traps", "updates", "distributed", "bad_input")]
+_HERE = Path(__file__).parent.parent
+
+
+@dataclass(slots=True)
+class Measured:
+    """Of all programs of a run."""
+
+    name: str
+    prefilled: int = 0
+    generated: int = 0
+    turns: int = 0
+    paused_s: list[float] = field(default_factory=list[float])
+    mixed: int = 0
+    """Turns with tokens of two versions."""
+
+
+def main() -> None:
+    python = sglang_python()
+    with tempfile.TemporaryDirectory() as folder:
+        failed = asyncio.run(_measure(python, Path(folder)))
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+        sys.exit(1)
+
+
+async def _measure(python: Path, place: Path) -> list[str]:
+    """The parts that failed."""
+    failed: list[str] = []
+    model = place / "model"
+    make_model(model)
+    began_s = time.monotonic()
+    async with serve(python, model, place / "sglang.log") as url:
+        _tell("start of the server", time.monotonic() - began_s, "s")
+        served = {"SOSTENUTO_SGLANG_URL": url, "SOSTENUTO_SGLANG_MODEL": str(model)}
+        if not await _pytest(served, _CONTRACT):
+            failed.append("contract tests on the real server")
+        await _programs(url, model, place)
+    bodies = place / "bodies.jsonl"
+    if not await _pytest({"SOSTENUTO_SGLANG_BODIES": str(bodies)}, _CONTRACT, *_FAKED):
+        failed.append("contract tests on the fake server")
+    if not await _check_bodies(python, bodies):
+        failed.append("bodies against SGLang's types")
+    return failed
+
+
+async def _pytest(environment: dict[str, str], *suites: str) -> bool:
+    command = [sys.executable, "-m", "pytest", "-q", *suites]
+    process = await anyio.run_process(
+        command, check=False, cwd=_HERE, env=os.environ | environment, stdout=sys.stderr, stderr=sys.stderr
+    )
+    return process.returncode == 0
+
+
+async def _check_bodies(python: Path, bodies: Path) -> bool:
+    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONWARNINGS": "ignore"}
+    content = await anyio.Path(bodies).read_bytes()
+    process = await anyio.run_process(
+        [str(python), str(Path(__file__).with_name("sglang_bodies.py"))],
+        input=content, check=False, env=environment, stdout=subprocess.PIPE, stderr=sys.stderr,
+    )  # fmt: skip
+    if process.returncode == 0:
+        _tell("bodies that SGLang's own types take", content.count(b"\n"), "bodies")
+    return process.returncode == 0
+
+
+async def _programs(url: str, model: Path, place: Path) -> None:
+    """All programs at once, and again while versions are published in both ways."""
+    transport = Disk(WeightFolders(place / "weights", model))
+    async with SGLangEngine(EngineId("e0"), url, model=model, transport=transport) as engine:
+        await engine.capabilities()
+        alone, updated = Measured("alone"), Measured("updated")
+        alone_s, updated_s = await _run(engine, alone, None), await _run(engine, updated, model)
+    least = PROGRAMS * (PROMPT_TOKENS + (TURNS - 1) * (RESULT_TOKENS + 1))
+    _tell("turns that ended", alone.turns + updated.turns, "turns", f"== {2 * PROGRAMS * TURNS}")
+    _tell("programs a minute", 60 * PROGRAMS / alone_s, "1/min")
+    _tell("tokens sampled", alone.generated / alone_s, "1/s")
+    _tell("tokens prefilled over the unavoidable", alone.prefilled / least, "ratio", "<= 1.1")
+    _tell("programs a minute while two versions are published", 60 * PROGRAMS / updated_s, "1/min")
+    _tell("stood still: continue, keep", updated.paused_s[0], "s")
+    _tell("stood still: recompute, drop", updated.paused_s[1], "s")
+    _tell("turns with tokens of two versions", updated.mixed, "turns")
+
+
+async def _run(engine: SGLangEngine, measured: Measured, model: Path | None) -> float:
+    """How long all programs took, in seconds; with other weights of `model` published on the way."""
+    began_s = time.monotonic()
+    async with anyio.create_task_group() as group:
+        for number in range(PROGRAMS):
+            group.start_soon(_program, engine, number, measured)
+        if model is not None:
+            group.start_soon(_publish_twice, engine, model, measured)
+    return time.monotonic() - began_s
+
+
+async def _program(engine: SGLangEngine, number: int, measured: Measured) -> None:
+    draw = random.Random(f"{measured.name} {number}")
+    name, tokens = f"{measured.name}-{number}", [draw.randrange(64) for _ in range(PROMPT_TOKENS)]
+    for turn in range(TURNS):
+        request = GenerateRequest(
+            request_id=f"{name}-{turn}", program_id=name, token_ids=tokens, max_new_tokens=TURN_TOKENS,
+            sampling=Sampling(seed=number),
+        )  # fmt: skip
+        reply = await engine.generate(request)
+        measured.turns += 1
+        measured.prefilled += reply.prefilled_tokens
+        measured.generated += len(reply.token_ids)
+        measured.mixed += len(reply.versions) > 1
+        tokens = [*tokens, *reply.token_ids, *(draw.randrange(64) for _ in range(RESULT_TOKENS))]
+        await anyio.sleep(TOOL_S)
+    await engine.release(ProgramId(name))
+
+
+async def _publish_twice(engine: SGLangEngine, model: Path, measured: Measured) -> None:
+    for turns, running, held in ((0.25, "continue", "keep"), (0.5, "recompute", "drop")):
+        while measured.turns < turns * PROGRAMS * TURNS:  # noqa: ASYNC110 - the programs say nothing else
+            await anyio.sleep(0.01)
+        version = Version.parse((await engine.capabilities()).version).next()
+        sender, manifest = await anyio.to_thread.run_sync(_published, model, version)
+        try:
+            await engine.prepare_update(manifest)
+            request = {"version": str(version), "running": running, "held": held}
+            committed = await engine.commit_update(CommitRequest.model_validate(request))
+        finally:
+            sender.close()
+        measured.paused_s.append(committed.pause_s)
+
+
+def _published(model: Path, version: Version) -> tuple[Sender, Manifest]:
+    """Other weights for the model, as a trainer publishes them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = cast("Any", AutoConfig).from_pretrained(model)
+    module = cast("Any", AutoModelForCausalLM).from_config(config)
+    sender = Sender()
+    return sender, sender.publish(version, unique_tensors(module.state_dict()))
+
+
+def _tell(name: str, value: float, unit: str, target: str | None = None) -> None:
+    print(Figure(f"sglang on CPU: {name}", value, unit, target).line(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
