@@ -75,18 +75,24 @@ def make_core(
     )  # fmt: skip
 
 
+def reference_logits(module: PreTrainedModel, token_ids: list[int], start: int) -> torch.Tensor:
+    """That predict token_ids[start:] and one more, from one eager pass without the padded vocabulary.
+
+    Float32, (len(token_ids) - start + 1, tokenizer's size).
+    """
+    use_attention(module, "eager")
+    with torch.no_grad():
+        logits = cast("Any", module)(input_ids=torch.tensor([token_ids])).logits
+    use_attention(module, attention.NAME)
+    return logits[0, start - 1 :, :TOKENIZER_SIZE].float()
+
+
 def reference_logprobs(
     module: PreTrainedModel, token_ids: list[int], start: int, temperature: float = 1.0
 ) -> list[float]:
-    """Of token_ids[start:], from one eager forward pass with the padded vocabulary masked."""
-    use_attention(module, "eager")
-    with torch.no_grad():
-        logits = (
-            cast("Any", module)(input_ids=torch.tensor([token_ids])).logits[0, :, :TOKENIZER_SIZE].float()
-        )
-    use_attention(module, attention.NAME)
-    logprobs = (logits / temperature).log_softmax(-1)
-    return [float(logprobs[i - 1, token_ids[i]]) for i in range(start, len(token_ids))]
+    """Of token_ids[start:]."""
+    logprobs = (reference_logits(module, token_ids, start) / temperature).log_softmax(-1)
+    return [float(logprobs[i, token]) for i, token in enumerate(token_ids[start:])]
 
 
 class Desk:

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from engine_models import (
@@ -21,7 +20,6 @@ from engine_models import (
 )
 from sostenuto.runtime.engines.embedded.core import Core
 from sostenuto.runtime.engines.embedded.refusal import Refusal
-from sostenuto.runtime.engines.embedded.sampling import Draws, draw, noise
 from sostenuto.runtime.engines.wire import FinishReason, ScoreReply, ScoreRequest
 
 
@@ -105,31 +103,6 @@ def test_a_padded_vocabulary_is_never_sampled(desk: Desk):
     sampled = [token for i in range(4) for token in desk.reply(str(i)).token_ids]
     assert max(sampled) < TOKENIZER_SIZE < VOCABULARY_SIZE
     assert desk.core.capabilities().tokenizer_size == TOKENIZER_SIZE
-
-
-def test_sampling_follows_the_probabilities():
-    count = 20_000
-    probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
-    padding = torch.full((600,), float("-inf"))
-    logits = torch.cat([padding, probabilities.log()]).expand(count, -1)
-    draws = Draws(
-        np.ones(count, dtype=np.float32),
-        np.full(count, 7, dtype=np.uint64),
-        np.arange(count, dtype=np.uint64),
-    )
-    tokens, logprobs = draw(logits, draws)
-    shares = np.bincount(tokens, minlength=604)[600:] / count
-    np.testing.assert_allclose(shares, probabilities, atol=0.015)
-    assert np.isfinite(logprobs).all()
-
-
-def test_noise_depends_on_seed_and_position_alone():
-    seeds = np.array([1, 1, 2, 1 << 63], dtype=np.uint64)
-    positions = np.array([5, 6, 5, 5], dtype=np.uint64)
-    numbers = noise(seeds, positions)
-    assert len(set(numbers)) == 4
-    assert noise(seeds[1:2], positions[1:2])[0] == numbers[1]
-    assert ((numbers >= 0) & (numbers < 1)).all()
 
 
 def test_the_next_turn_prefills_the_new_suffix_and_nothing_else(desk: Desk, module: PreTrainedModel):

@@ -18,10 +18,9 @@ def _needed(request: GenerateRequest | ScoreRequest) -> set[Feature]:
 
 
 def _needed_to_sample(sampling: Sampling) -> set[Feature]:
-    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     asked = {
-        Feature.TRUNCATION: (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1.0, 0.0),
-        Feature.PENALTIES: penalties != (1.0, 0.0, 0.0),
+        Feature.TRUNCATION: sampling.truncates,
+        Feature.PENALTIES: sampling.penalises,
         Feature.GRAMMAR: sampling.grammar is not None,
     }
     return {feature for feature, is_asked in asked.items() if is_asked}

@@ -61,10 +61,13 @@ class Sampling(Wire):
     """How the next token is drawn.
 
     The noise depends on (seed, position in the context) alone.  Temperature 0 is greedy; its
-    log-probabilities are those of temperature 1.  In this order: penalties change the logits, the
-    temperature divides them, top_k, top_p and min_p leave out tokens, and what is left is drawn from.
+    log-probabilities are those of temperature 1.  In this order: penalties change the logits, a grammar
+    leaves out tokens, the temperature divides the rest, top_k, top_p and min_p leave out more, each of
+    what the one before left, and what is left is drawn from.
     Log-probabilities are those of the distribution that was drawn from.
     """
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     temperature: float = Field(default=1.0, ge=0)
     seed: int = 0
@@ -83,6 +86,19 @@ class Sampling(Wire):
     frequency_penalty: float = 0.0
     """Taken from the logits for each time that this turn has sampled the token."""
     grammar: Grammar | None = None
+
+    @property
+    def ranks(self) -> bool:
+        """Whether tokens are left out by their rank."""
+        return self.top_k > 0 or self.top_p < 1
+
+    @property
+    def truncates(self) -> bool:
+        return self.ranks or self.min_p > 0
+
+    @property
+    def penalises(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 class GenerateRequest(Wire):

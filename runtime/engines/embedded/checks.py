@@ -10,6 +10,9 @@ from sostenuto.runtime.engines.needs import missing
 from sostenuto.runtime.engines.wire import Feature, GenerateRequest, ScoreRequest
 from sostenuto.types import Version
 
+_MOST_TOP_LOGPROBS = 1024
+"""Replies stay of a size that a process can hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checks:
@@ -49,6 +52,9 @@ class Checks:
             message = f"the request asks for {lacking[0]}, which this engine cannot do"
             remedy = "leave it out, or ask an engine that has this feature"
             raise Refusal(400, "unsupported", message, remedy)
+        if request.top_logprobs > _MOST_TOP_LOGPROBS:
+            message = f"top_logprobs: {request.top_logprobs} is more than {_MOST_TOP_LOGPROBS}"
+            raise Refusal(400, "top_logprobs", message, "ask for fewer of each position")
 
     def _too_long(self, field: str, tokens: int) -> Refusal:
         message = (

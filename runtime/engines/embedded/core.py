@@ -24,7 +24,7 @@ from sostenuto.runtime.engines.embedded.packing import Plan, plan
 from sostenuto.runtime.engines.embedded.pausing import Paused, Pausing
 from sostenuto.runtime.engines.embedded.pool import Pool
 from sostenuto.runtime.engines.embedded.refusal import Refusal
-from sostenuto.runtime.engines.embedded.sampling import draw_next
+from sostenuto.runtime.engines.embedded.sampling import Drawn, draw_next
 from sostenuto.runtime.engines.embedded.scoring import ScoreJob
 from sostenuto.runtime.engines.embedded.speculation.speculator import Speculator
 from sostenuto.runtime.engines.embedded.turn import Ending, StopStrings, Turn, tagged
@@ -44,7 +44,12 @@ from sostenuto.runtime.engines.wire import (
 )
 from sostenuto.types import Version
 
-FEATURES = frozenset({Feature.HOLD, Feature.SCORE, Feature.UPDATE, Feature.PAUSE})
+FEATURES = frozenset(
+    {
+        Feature.HOLD, Feature.SCORE, Feature.UPDATE, Feature.PAUSE, Feature.TRUNCATION, Feature.PENALTIES,
+        Feature.TOP_LOGPROBS,
+    }
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -274,7 +279,7 @@ class Core:
             self._sample(planned.sampling, logits)
 
     def _sample(self, turns: list[Turn], logits: torch.Tensor) -> None:
-        drawn = iter(zip(*draw_next(logits, turns), strict=True))
+        drawn = iter(draw_next(logits, turns))
         now_s = time.monotonic()
         # All take before one ends: a row that closes up moves with the KV that is known to be right.
         endings = [self._take(turn, list(islice(drawn, turn.drafted + 1)), now_s) for turn in turns]
@@ -284,7 +289,7 @@ class Core:
             elif turn.lane is not None and not turn.decodes:
                 self._pool.lanes.start_decoding(turn)
 
-    def _take(self, turn: Turn, drawn: list[tuple[int, float]], now_s: float) -> Ending | None:
+    def _take(self, turn: Turn, drawn: list[Drawn], now_s: float) -> Ending | None:
         drafted, verified = turn.drafted, turn.take(drawn, self.weights.version)
         self._counters.generated_tokens += verified.taken
         if drafted and self._speculator:

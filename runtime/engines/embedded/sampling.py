@@ -1,4 +1,4 @@
-"""Drawing the next token, and the log-probability it had.
+"""Drawing the next tokens, and the log-probabilities they had.
 
 - The noise is a hash of (seed, position): equal requests draw equal tokens, alone or in any batch.
 - The token is the inverse CDF at that noise, summed in float64.
@@ -8,27 +8,19 @@ Shapes: N = rows, V = vocabulary.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sostenuto.runtime.engines.embedded.distribution import log_probabilities
+from sostenuto.runtime.engines.embedded.rows import Drawn, Row, TopLogprobs
 from sostenuto.runtime.engines.embedded.tensors import as_list, as_tensor
 from sostenuto.runtime.engines.embedded.turn import Turn
 
 _BLOCK = 256
 _SEED_MASK = (1 << 64) - 1
 _BELOW_ONE = 1.0 - 2.0**-53
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """How each row of a batch is drawn; temperature 0 is greedy."""
-
-    temperatures: NDArray[np.float32]
-    seeds: NDArray[np.uint64]
-    positions: NDArray[np.uint64]
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -45,38 +37,44 @@ def noise(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[n
     return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def draw_next(logits: torch.Tensor, turns: Sequence[Turn]) -> tuple[list[int], list[float]]:
+def draw_next(logits: torch.Tensor, turns: Sequence[Turn]) -> list[Drawn]:
     """What follows each context and each guess behind it, in the order of `turns`: 1 + drafted each."""
-    rows = [(turn, turn.length + i) for turn in turns for i in range(1 + turn.drafted)]
-    samplings = [turn.request.sampling for turn, _ in rows]
-    draws = Draws(
-        np.array([sampling.temperature for sampling in samplings], dtype=np.float32),
-        np.array([sampling.seed & _SEED_MASK for sampling in samplings], dtype=np.uint64),
-        np.array([position for _, position in rows], dtype=np.uint64),
-    )
-    return draw(logits, draws)
+    rows = [row for turn in turns for row in turn.rows]
+    logprobs = log_probabilities(logits, rows)
+    tokens = draw(logprobs, rows)
+    asked = [turn.request.top_logprobs for turn in turns for _ in range(1 + turn.drafted)]
+    drawn = zip(as_list(tokens), chosen(logprobs, tokens), most_probable(logprobs, asked), strict=True)
+    return [Drawn(token, logprob, top) for token, logprob, top in drawn]
 
 
-def draw(logits: torch.Tensor, draws: Draws) -> tuple[list[int], list[float]]:
-    """Token and its float32 log-probability under softmax(logits / temperature), for each row of (N, V)."""
-    logprobs = log_probabilities(logits, draws.temperatures)
-    uniform = as_tensor(noise(draws.seeds, draws.positions), logits.device)
-    tokens = _inverse_cdf(logprobs.exp(), uniform)
-    greedy = draws.temperatures == 0
+def draw(logprobs: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """A token of each row of log-probabilities (N, V): (N,)."""
+    samplings = [row.sampling for row in rows]
+    seeds = np.array([sampling.seed & _SEED_MASK for sampling in samplings], dtype=np.uint64)
+    positions = np.array([len(row.tokens) for row in rows], dtype=np.uint64)
+    tokens = _inverse_cdf(logprobs.exp(), as_tensor(noise(seeds, positions), logprobs.device))
+    greedy = np.array([sampling.temperature == 0 for sampling in samplings])
     if greedy.any():
-        mask = as_tensor(greedy, logits.device)
-        tokens = torch.where(mask, logprobs.argmax(-1), tokens)
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    return as_list(tokens), as_list(chosen)
+        tokens = torch.where(as_tensor(greedy, logprobs.device), logprobs.argmax(-1), tokens)
+    return tokens
 
 
-def log_probabilities(logits: torch.Tensor, temperatures: NDArray[np.float32]) -> torch.Tensor:
-    """Float32 log-softmax of logits / temperature, (N, V); temperature 0 counts as 1."""
-    logits = logits.float()
-    scale = np.where(temperatures == 0, np.float32(1), temperatures)
-    if (scale != 1).any():
-        logits = logits / as_tensor(scale, logits.device)[:, None]
-    return logits.log_softmax(-1)
+def chosen(logprobs: torch.Tensor, tokens: torch.Tensor) -> list[float]:
+    """Of (N, V), what each row gives its token of (N,)."""
+    return as_list(logprobs.gather(1, tokens[:, None])[:, 0])
+
+
+def most_probable(logprobs: torch.Tensor, counts: Sequence[int]) -> list[TopLogprobs]:
+    """As many tokens of each row of (N, V) as `counts` says, less those without probability."""
+    found: list[TopLogprobs] = [[] for _ in counts]
+    asked = [i for i, count in enumerate(counts) if count]
+    if asked:
+        most = min(max(counts), logprobs.shape[1])
+        values, tokens = logprobs[torch.tensor(asked, device=logprobs.device)].topk(most)
+        for i, row_tokens, row_values in zip(asked, as_list(tokens), as_list(values), strict=True):
+            pairs = zip(row_tokens[: counts[i]], row_values, strict=False)
+            found[i] = [(token, value) for token, value in pairs if value > -math.inf]
+    return found
 
 
 def _inverse_cdf(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

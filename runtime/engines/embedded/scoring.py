@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from sostenuto.runtime.engines.embedded.attention import Chunk, Step
+from sostenuto.runtime.engines.embedded.distribution import tempered
 from sostenuto.runtime.engines.embedded.model import Model
 from sostenuto.runtime.engines.embedded.refusal import Refusal
-from sostenuto.runtime.engines.embedded.sampling import log_probabilities
-from sostenuto.runtime.engines.embedded.tensors import as_list
+from sostenuto.runtime.engines.embedded.rows import TopLogprobs
+from sostenuto.runtime.engines.embedded.sampling import chosen, most_probable
 from sostenuto.runtime.engines.wire import ScoreReply, ScoreRequest
 from sostenuto.types import Version
 
@@ -31,6 +32,7 @@ class ScoreJob:
     _kv: tuple[torch.Tensor, torch.Tensor] | None = None
     _computed: int = 0
     _logprobs: list[float] = field(default_factory=list[float])
+    _top: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
 
     def __post_init__(self) -> None:
         self._token_ids = torch.tensor(self.request.token_ids)
@@ -39,6 +41,7 @@ class ScoreJob:
         """Begin again: the weights are others now."""
         self._computed = 0
         self._logprobs.clear()
+        self._top.clear()
 
     def advance(self, model: Model, version: Version) -> bool:
         """Compute one chunk; True when that was the last one and the request is answered."""
@@ -51,7 +54,8 @@ class ScoreJob:
             self._take(logits, self._token_ids[first + 1 : end + 1].to(logits.device))
         if end < total:
             return False
-        self.answer(ScoreReply(logprobs=self._logprobs, version=str(version)))
+        top = self._top if self.request.top_logprobs else None
+        self.answer(ScoreReply(logprobs=self._logprobs, version=str(version), top_logprobs=top))
         return True
 
     def _forward(self, model: Model, start: int, end: int, wanted: torch.Tensor) -> torch.Tensor:
@@ -63,6 +67,7 @@ class ScoreJob:
         return model.forward(ids, torch.arange(start, end, device=device), wanted.to(device), step)
 
     def _take(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
-        temperatures = np.full(len(targets), self.request.temperature, dtype=np.float32)
-        logprobs = log_probabilities(logits, temperatures).gather(1, targets[:, None])
-        self._logprobs.extend(as_list(logprobs[:, 0]))
+        logprobs = tempered(logits, np.full(len(targets), self.request.temperature))
+        self._logprobs.extend(chosen(logprobs, targets))
+        if self.request.top_logprobs:
+            self._top.extend(most_probable(logprobs, [self.request.top_logprobs] * len(targets)))

@@ -17,6 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from sostenuto.runtime.engines.embedded.lanes import Lane
 from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.embedded.rows import Drawn, Row, TopLogprobs
 from sostenuto.runtime.engines.embedded.speculation.acceptance import Acceptance
 from sostenuto.runtime.engines.wire import (
     FinishReason,
@@ -112,6 +113,7 @@ class Turn:
     acceptance: Acceptance = field(default_factory=Acceptance)
     cached_tokens: int | None = None
     logprobs: list[float] = field(default_factory=list[float])
+    top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
     version_starts: list[tuple[Version, int]] = field(default_factory=list[tuple[Version, int]])
     admitted_s: float | None = None
     first_token_s: float | None = None
@@ -143,6 +145,13 @@ class Turn:
         return self.request.sampling.grammar is None
 
     @property
+    def rows(self) -> list[Row]:
+        """How the token after its context, and after each guess behind it, is drawn."""
+        sampling, prompt_tokens = self.request.sampling, len(self.request.token_ids)
+        ends = range(self.length, self.length + self.drafted + 1)
+        return [Row(sampling, self.tokens[:end], prompt_tokens) for end in ends]
+
+    @property
     def remaining(self) -> int:
         """Tokens that it may still sample."""
         return len(self.tokens) - self.length
@@ -151,25 +160,27 @@ class Turn:
     def generated(self) -> int:
         return self.length - len(self.request.token_ids)
 
-    def append(self, token: int, logprob: float, version: Version) -> None:
+    def append(self, drawn: Drawn, version: Version) -> None:
         """Take one sampled token."""
         if not self.version_starts or self.version_starts[-1][0] != version:
             self.version_starts.append((version, self.generated))
-        self.tokens[self.length] = token
+        self.tokens[self.length] = drawn.token
         self.length += 1
-        self.logprobs.append(logprob)
+        self.logprobs.append(drawn.logprob)
+        if self.request.top_logprobs:
+            self.top_logprobs.append(drawn.top)
 
-    def take(self, drawn: Sequence[tuple[int, float]], version: Version) -> Verified:
-        """Take tokens and log-probabilities that were drawn at `length` and after each guess.
+    def take(self, drawn: Sequence[Drawn], version: Version) -> Verified:
+        """Take tokens that were drawn at `length` and after each guess.
 
         They are those of the context as it is now while they equal the guesses; the first other one is
         the last of them.
         """
         guesses = self.tokens[self.length : self.length + self.drafted].tolist()
         self.drafted, accepted = 0, 0
-        for taken, (token, logprob) in enumerate(drawn, 1):
-            self.append(token, logprob, version)
-            right = taken <= len(guesses) and token == guesses[taken - 1]
+        for taken, one in enumerate(drawn, 1):
+            self.append(one, version)
+            right = taken <= len(guesses) and one.token == guesses[taken - 1]
             accepted += right
             if (ending := self.ending()) is not None or not right:
                 return Verified(taken, min(taken, len(guesses)), accepted, ending)
@@ -202,6 +213,7 @@ class Turn:
             prefill_s=first_token_s - admitted_s,
             decode_s=now_s - first_token_s,
             pause_s=self.pause_s,
+            top_logprobs=self.top_logprobs if self.request.top_logprobs else None,
             routed_experts=self.routed_experts,
         )
 
