@@ -21,6 +21,7 @@ from transformers import (
 from sostenuto.runtime.engines.embedded import attention
 from sostenuto.runtime.engines.embedded import model as embedded_model
 from sostenuto.runtime.engines.embedded.core import Core
+from sostenuto.runtime.engines.embedded.grammar.guide import Guide
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.speculation.speculator import Speculator
 from sostenuto.runtime.engines.embedded.tensors import use_attention
@@ -104,7 +105,9 @@ class Desk:
         self.order: list[str] = []
         """Of the answers, each as often as it came."""
 
-    def submit(self, name: str, token_ids: list[int], **options: object) -> None:
+    def submit(
+        self, name: str, token_ids: list[int], *, guide: Guide | None = None, **options: object
+    ) -> None:
         fields = {
             "program_id": name,
             "max_new_tokens": 8,
@@ -118,7 +121,7 @@ class Desk:
             self.answers[name] = reply
             self.order.append(name)
 
-        self.core.submit(request, answer)
+        self.core.submit(request, answer, guide)
 
     def run(self, steps: int = 2000) -> None:
         """Step until nothing is left; fails when that does not come."""
@@ -133,8 +136,10 @@ class Desk:
         assert isinstance(answer, GenerateReply), answer
         return answer
 
-    def turn(self, name: str, token_ids: list[int], **options: object) -> GenerateReply:
-        self.submit(name, token_ids, **options)
+    def turn(
+        self, name: str, token_ids: list[int], *, guide: Guide | None = None, **options: object
+    ) -> GenerateReply:
+        self.submit(name, token_ids, guide=guide, **options)
         self.run()
         return self.reply(name)
 

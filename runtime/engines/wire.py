@@ -18,9 +18,9 @@ A refusal is {"error", "message", "remedy"} with a 4xx status when the request i
 """
 
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Wire(BaseModel):
@@ -55,6 +55,18 @@ class Grammar(Wire):
     regex: str | None = None
     lark: str | None = None
     """A grammar in Lark's EBNF."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if len(self.model_dump(exclude_none=True)) != 1:
+            raise ValueError("give exactly one of json_schema, regex and lark")
+        return self
+
+    @property
+    def given(self) -> tuple[str, str]:
+        """The field that is given, and its text."""
+        ((field, text),) = self.model_dump(exclude_none=True).items()
+        return field, text
 
 
 class Sampling(Wire):
@@ -167,7 +179,8 @@ class WireVersionSpan(Wire):
 
 class FinishReason(StrEnum):
     STOP = "stop"
-    """A stop token (it is the last of token_ids) or a stop string was sampled."""
+    """A stop token (it is the last of token_ids) or a stop string was sampled, or, where there is no stop
+    token, a grammar is complete and nothing can follow."""
     LENGTH = "length"
     ABORT = "abort"
 

@@ -31,6 +31,9 @@ class Checks:
             raise self._too_long("token_ids", len(request.token_ids))
         if any(not string for string in request.sampling.stop_strings):
             raise Refusal(400, "stop_strings", "stop_strings: one is empty", "leave it out")
+        if request.sampling.grammar is not None and request.sampling.stop_strings:
+            message = "stop_strings: they would cut a text before its grammar is complete"
+            raise Refusal(400, "stop_strings", message, "leave them out, or the grammar")
         if request.min_version is not None:
             _version(request.min_version, served)
         if any(turn.request.request_id == request.request_id for turn in known):

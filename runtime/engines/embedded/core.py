@@ -14,11 +14,13 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sostenuto.runtime.engines.embedded.checks import Checks
+from sostenuto.runtime.engines.embedded.grammar.grammars import Grammars, is_installed
 from sostenuto.runtime.engines.embedded.model import Model
 from sostenuto.runtime.engines.embedded.packing import Plan, plan
 from sostenuto.runtime.engines.embedded.pausing import Paused, Pausing
@@ -43,6 +45,9 @@ from sostenuto.runtime.engines.wire import (
     ScoreRequest,
 )
 from sostenuto.types import Version
+
+if TYPE_CHECKING:
+    from sostenuto.runtime.engines.embedded.grammar.guide import Guide
 
 FEATURES = frozenset(
     {
@@ -73,7 +78,8 @@ class Core:
         self.weights = Weights(model.module, version, model.quantized)
         self._limit = min(model.context_tokens, kv_tokens)
         self._pool = Pool(model.shape, kv_tokens=kv_tokens, widest=self._limit, concurrency=concurrency)
-        self._features = FEATURES | model.features
+        self.grammars = Grammars(model.tokenizer, model.tokenizer_size)
+        self._features = FEATURES | model.features | ({Feature.GRAMMAR} if is_installed() else set[Feature]())
         self._checks = Checks(model, kv_tokens, self._limit, self._features)
         self._threads = threads
         self._pausing = Pausing()
@@ -134,8 +140,13 @@ class Core:
             speculation=self._speculator.load() if self._speculator else None,
         )
 
-    def submit(self, request: GenerateRequest, answer: Callable[[GenerateReply | Refusal], None]) -> None:
-        """Queue a request, or raise Refusal."""
+    def submit(
+        self,
+        request: GenerateRequest,
+        answer: Callable[[GenerateReply | Refusal], None],
+        guide: "Guide | None" = None,
+    ) -> None:
+        """Queue a request, or raise Refusal.  With a grammar, `guide` stands at its start."""
         self._refuse_when_broken()
         self._checks.generate(request, self.weights.version, self._known)
         context = np.asarray(request.token_ids, dtype=np.int32)
@@ -152,6 +163,7 @@ class Core:
             hold=request.hold,
             order=self._submitted,
             stop_ids=frozenset(request.sampling.stop_token_ids),
+            guide=guide,
         )
         self._submitted += 1
         self._wait(turn)
@@ -308,7 +320,7 @@ class Core:
             self._pool.remove(turn)
         now_s = time.monotonic()
         self._pausing.add_s(turn, now_s)
-        turn.answer(turn.reply(reason, matched, now_s=now_s))
+        turn.answer(turn.outcome(reason, matched, now_s=now_s))
         self._pausing.settle(self._known)
 
     def _note_experts(self, turn: Turn) -> None:

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -21,11 +21,15 @@ from sostenuto.runtime.engines.wire import (
     GenerateReply,
     GenerateRequest,
     PauseMode,
+    Sampling,
     ScoreReply,
     ScoreRequest,
     Wire,
 )
 from sostenuto.trainer.publication.manifest import Manifest
+
+if TYPE_CHECKING:
+    from sostenuto.runtime.engines.embedded.grammar.guide import Guide
 
 _BODY_BYTES = 64 << 20
 _PATH_BYTES = 107  # sun_path less its terminator
@@ -79,13 +83,23 @@ class Server:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await _parsed(request, GenerateRequest)
+        guide = await self._guide(body.sampling)
         try:
-            reply: GenerateReply = await self._worker.request(lambda core, answer: core.submit(body, answer))
+            reply: GenerateReply = await self._worker.request(
+                lambda core, answer: core.submit(body, answer, guide)
+            )
         except anyio.get_cancelled_exc_class():
             # Nobody waits for the tokens, and nobody is left who would release the KV.
             self._worker.post(lambda core: core.abort(body.request_id, hold=False))
             raise
         return _reply(reply)
+
+    async def _guide(self, sampling: Sampling) -> "Guide | None":
+        """Compiled here, so that the engine's thread never waits for it."""
+        if sampling.grammar is None:
+            return None
+        grammars = await self._worker.ask(lambda core: core.grammars)
+        return await grammars.guide(sampling.grammar, frozenset(sampling.stop_token_ids))
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await _parsed(request, _RequestId)

@@ -9,6 +9,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,10 @@ from sostenuto.runtime.engines.wire import (
     WireVersionSpan,
 )
 from sostenuto.types import Version
+
+if TYPE_CHECKING:
+    # The library behind it is optional.
+    from sostenuto.runtime.engines.embedded.grammar.guide import Guide
 
 Ids = NDArray[np.int32]
 
@@ -104,6 +109,8 @@ class Turn:
     order: int
     """Of its submission."""
     stop_ids: frozenset[int]
+    guide: "Guide | None" = None
+    """Where it is in its grammar."""
     lane: Lane | None = None
     row: int = -1
     computed: int = 0
@@ -149,7 +156,8 @@ class Turn:
         """How the token after its context, and after each guess behind it, is drawn."""
         sampling, prompt_tokens = self.request.sampling, len(self.request.token_ids)
         ends = range(self.length, self.length + self.drafted + 1)
-        return [Row(sampling, self.tokens[:end], prompt_tokens) for end in ends]
+        allowed = None if self.guide is None else self.guide.allowed
+        return [Row(sampling, self.tokens[:end], prompt_tokens, allowed) for end in ends]
 
     @property
     def remaining(self) -> int:
@@ -169,6 +177,8 @@ class Turn:
         self.logprobs.append(drawn.logprob)
         if self.request.top_logprobs:
             self.top_logprobs.append(drawn.top)
+        if self.guide is not None:
+            self.guide.take(drawn.token)
 
     def take(self, drawn: Sequence[Drawn], version: Version) -> Verified:
         """Take tokens that were drawn at `length` and after each guess.
@@ -192,12 +202,22 @@ class Turn:
         token = int(self.tokens[self.length - 1])
         if token in self.stop_ids:
             return FinishReason.STOP, token
+        if self.guide is not None and (self.guide.is_over or self.guide.problem is not None):
+            return FinishReason.STOP, None
         if self.matcher is not None and (string := self.matcher.matched(token)) is not None:
             return FinishReason.STOP, string
         return None if self.remaining else (FinishReason.LENGTH, None)
 
-    def reply(self, reason: FinishReason, matched: int | str | None, *, now_s: float) -> GenerateReply:
+    def outcome(
+        self, reason: FinishReason, matched: int | str | None, *, now_s: float
+    ) -> GenerateReply | Refusal:
         """What the request is answered with when it ends at `now_s`."""
+        if self.guide is not None and self.guide.problem is not None:
+            message = f"sampling.grammar: after {self.generated} tokens: {self.guide.problem}"
+            return Refusal(400, "grammar", message, "make the grammar simpler, or leave it out")
+        return self._reply(reason, matched, now_s)
+
+    def _reply(self, reason: FinishReason, matched: int | str | None, now_s: float) -> GenerateReply:
         admitted_s = now_s if self.admitted_s is None else self.admitted_s
         first_token_s = now_s if self.first_token_s is None else self.first_token_s
         cached = self.cached_tokens or 0
