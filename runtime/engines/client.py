@@ -23,6 +23,8 @@ from pydantic import BaseModel, ValidationError
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
 from sostenuto.runtime.engines.wire import (
+    AdapterReply,
+    AdapterRequest,
     Capabilities,
     CommitReply,
     CommitRequest,
@@ -148,6 +150,14 @@ class EngineClient:
     async def abandon_update(self, version: str) -> None:
         """Forget what was prepared.  Idempotent."""
         await self._call("POST", "update/abandon", json.dumps({"version": version}).encode())
+
+    async def load_adapter(self, request: AdapterRequest) -> AdapterReply:
+        """Serve a LoRA adapter to new requests that name it."""
+        return self._read(AdapterReply, await self._call("POST", "adapters/load", _encoded(request)))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget it; requests that run on it go on.  Idempotent."""
+        await self._call("POST", "adapters/unload", json.dumps({"name": name}).encode())
 
     async def flush(self) -> None:
         """Drop every KV that no request runs on."""

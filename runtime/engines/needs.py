@@ -14,6 +14,8 @@ def _needed(request: GenerateRequest | ScoreRequest) -> set[Feature]:
         return needs | {Feature.SCORE}
     if request.routed_experts:
         needs.add(Feature.ROUTED_EXPERTS)
+    if request.adapter is not None:
+        needs.add(Feature.ADAPTERS)
     return needs | _needed_to_sample(request.sampling)
 
 

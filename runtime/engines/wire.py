@@ -13,6 +13,8 @@
     POST /update/prepare          Manifest -> {}   copies and verifies beside the old weights
     POST /update/commit           CommitRequest   -> CommitReply       swaps between two steps
     POST /update/abandon          {"version"}     -> {}                forgets what was prepared
+    POST /adapters/load   AdapterRequest -> AdapterReply   for new requests; those that run keep theirs
+    POST /adapters/unload           {"name"}      -> {}    idempotent
     POST /flush                   -> {}                                drops every KV that no request runs on
 A refusal is {"error", "message", "remedy"} with a 4xx status when the request is at fault, else 5xx.
 """
@@ -45,6 +47,8 @@ class Feature(StrEnum):
     GRAMMAR = "grammar"
     TOP_LOGPROBS = "top_logprobs"
     ROUTED_EXPERTS = "routed_experts"
+    ADAPTERS = "adapters"
+    """LoRA adapters, chosen by each request."""
 
 
 class Grammar(Wire):
@@ -126,7 +130,9 @@ class GenerateRequest(Wire):
     """Refused (409) while the engine serves an older one."""
     priority: int = 0
     """Among requests that wait in the engine, higher goes first."""
-    salt: str = ""
+    adapter: str | None = None
+    """Name of a loaded LoRA adapter to sample with; KV of different adapters is never shared."""
+    salt: str = Field(default="", pattern=r"^[^\x00]*$")
     """Only programs with the same salt share KV."""
     top_logprobs: int = Field(default=0, ge=0)
     """Also return this many most probable tokens of each position."""
@@ -202,6 +208,22 @@ class GenerateReply(Wire):
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """For each sampled token the most probable ones (token, log-probability), best first."""
     routed_experts: RoutedExperts | None = None
+
+
+class AdapterRequest(Wire):
+    name: str = Field(min_length=1)
+    """What requests ask for it by; one of this name that is loaded already is replaced."""
+    path: str
+    """Folder in PEFT's format that the engine can read."""
+    version: str | None = None
+    """Of what is sampled with it; None: that of the engine's weights."""
+
+
+class AdapterReply(Wire):
+    name: str
+    layers: int
+    rank: int
+    nbytes: int
 
 
 class ScoreRequest(Wire):

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sostenuto.runtime.engines.embedded.adapters import Adapters
 from sostenuto.runtime.engines.embedded.checks import Checks
 from sostenuto.runtime.engines.embedded.grammar.grammars import Grammars, is_installed
+from sostenuto.runtime.engines.embedded.lora import Adapter
 from sostenuto.runtime.engines.embedded.model import Model
 from sostenuto.runtime.engines.embedded.packing import Plan, plan
 from sostenuto.runtime.engines.embedded.pausing import Paused, Pausing
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
 FEATURES = frozenset(
     {
         Feature.HOLD, Feature.SCORE, Feature.UPDATE, Feature.PAUSE, Feature.TRUNCATION, Feature.PENALTIES,
-        Feature.TOP_LOGPROBS,
+        Feature.TOP_LOGPROBS, Feature.ADAPTERS,
     }
 )  # fmt: skip
 
@@ -78,6 +80,7 @@ class Core:
         self.weights = Weights(model.module, version, model.quantized)
         self._limit = min(model.context_tokens, kv_tokens)
         self._pool = Pool(model.shape, kv_tokens=kv_tokens, widest=self._limit, concurrency=concurrency)
+        self.adapters = Adapters(model.module, model.shape.dtype, model.shape.device)
         self.grammars = Grammars(model.tokenizer, model.tokenizer_size)
         self._features = FEATURES | model.features | ({Feature.GRAMMAR} if is_installed() else set[Feature]())
         self._checks = Checks(model, kv_tokens, self._limit, self._features)
@@ -148,7 +151,11 @@ class Core:
     ) -> None:
         """Queue a request, or raise Refusal.  With a grammar, `guide` stands at its start."""
         self._refuse_when_broken()
-        self._checks.generate(request, self.weights.version, self._known)
+        adapter = self.adapters.get(request.adapter)
+        served = self._version(adapter)
+        self._checks.generate(request, served, self._known)
+        if adapter is not None:
+            request = adapter.apart(request)
         context = np.asarray(request.token_ids, dtype=np.int32)
         tokens = np.empty(min(len(context) + request.max_new_tokens, self._limit), dtype=np.int32)
         tokens[: len(context)] = context
@@ -164,6 +171,7 @@ class Core:
             order=self._submitted,
             stop_ids=frozenset(request.sampling.stop_token_ids),
             guide=guide,
+            adapter=adapter,
         )
         self._submitted += 1
         self._wait(turn)
@@ -281,7 +289,8 @@ class Core:
             self._scores.pop(0)
 
     def _compute(self, planned: Plan) -> None:
-        logits = self._model.forward(planned.token_ids, planned.positions, planned.wanted, planned.step)
+        with self.adapters.serving((turn.adapter, count) for turn, count in planned.fed):
+            logits = self._model.forward(planned.token_ids, planned.positions, planned.wanted, planned.step)
         version = self.weights.version
         for turn, count in planned.fed:
             turn.tags = tagged(turn.tags, version, turn.computed)
@@ -302,7 +311,7 @@ class Core:
                 self._pool.lanes.start_decoding(turn)
 
     def _take(self, turn: Turn, drawn: list[Drawn], now_s: float) -> Ending | None:
-        drafted, verified = turn.drafted, turn.take(drawn, self.weights.version)
+        drafted, verified = turn.drafted, turn.take(drawn, self._version(turn.adapter))
         self._counters.generated_tokens += verified.taken
         if drafted and self._speculator:
             self._speculator.learn(turn, drafted, verified.tested, verified.accepted)
@@ -344,6 +353,10 @@ class Core:
         for job in jobs:
             job.answer(refusal)
         self._pausing.settle(())
+
+    def _version(self, adapter: Adapter | None) -> Version:
+        """Of what is sampled with `adapter`."""
+        return (adapter and adapter.version) or self.weights.version
 
     def _refuse_when_broken(self) -> None:
         if self.weights.broken is not None:

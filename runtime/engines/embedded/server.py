@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.worker import Worker
 from sostenuto.runtime.engines.wire import (
+    AdapterRequest,
     CommitReply,
     CommitRequest,
     GenerateReply,
@@ -46,6 +47,10 @@ class _ProgramId(Wire):
     program_id: str
 
 
+class _AdapterName(Wire):
+    name: str
+
+
 class _VersionName(Wire):
     version: str
 
@@ -68,7 +73,8 @@ class Server:
         posts: dict[str, Handler] = {
             "/generate": self._generate, "/abort": self._abort, "/release": self._release,
             "/score": self._score, "/update/prepare": self._prepare, "/update/commit": self._commit,
-            "/update/abandon": self._abandon, "/flush": self._flush,
+            "/update/abandon": self._abandon, "/adapters/load": self._load_adapter,
+            "/adapters/unload": self._unload_adapter, "/flush": self._flush,
             "/pause": self._pause, "/resume": self._resume,
         }  # fmt: skip
         for path, handler in posts.items():
@@ -128,6 +134,17 @@ class Server:
         body = await _parsed(request, ScoreRequest)
         reply: ScoreReply = await self._worker.request(lambda core, answer: core.score(body, answer))
         return _reply(reply)
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await _parsed(request, AdapterRequest)
+        adapters = await self._worker.ask(lambda core: core.adapters)
+        adapter = await anyio.to_thread.run_sync(adapters.read, body)
+        return _reply(await self._worker.ask(lambda core: core.adapters.put(adapter)))
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        body = await _parsed(request, _AdapterName)
+        await self._worker.ask(lambda core: core.adapters.drop(body.name))
+        return web.json_response({})
 
     async def _prepare(self, request: web.Request) -> web.Response:
         manifest = await _parsed(request, Manifest)

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from sostenuto.runtime.engines.embedded.lanes import Lane
+from sostenuto.runtime.engines.embedded.lora import Adapter
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.rows import Drawn, Row, TopLogprobs
 from sostenuto.runtime.engines.embedded.speculation.acceptance import Acceptance
@@ -126,6 +127,8 @@ class Turn:
     first_token_s: float | None = None
     pause_s: float = 0.0
     routed_experts: RoutedExperts | None = None
+    adapter: Adapter | None = None
+    """What it is sampled with, to its end."""
 
     @property
     def place(self) -> tuple[int, int]:
