@@ -1,6 +1,6 @@
 """How fast the embedded engine decodes and prefills, beside transformers and the bare matrix products.
 
-SmolLM2-135M in bfloat16 on one thread.  Time is the process's own, so that others on the machine count little.
+SmolLM2-135M in bfloat16 on one thread.  Time is the process's own: others on the machine count little.
 """
 
 from collections.abc import Callable
