@@ -252,3 +252,12 @@ async def test_adapters_are_loaded_and_unloaded_over_the_socket(folder: Path, tm
         )
         assert_sampled_by(merged(folder, place), prompt(20), await engine.generate(request))
         await engine.unload_adapter("one")
+
+
+def test_kv_under_one_salt_serves_no_other(desk: Desk):
+    context = prompt(60)
+    desk.submit("running", context, max_new_tokens=30, salt="a")
+    desk.core.step()
+    assert desk.turn("x", context, salt="b").cached_tokens == 0
+    assert desk.turn("y", [*context, 1], salt="c").cached_tokens == 0
+    assert desk.turn("z", [*context, 1], salt="b").cached_tokens == 60

@@ -26,6 +26,8 @@ _WORTH_WAITING_TOKENS = 16
 class Held:
     """The KV of a program between turns, in tensors of exact size: (layers, K, tokens, D)."""
 
+    salt: str
+    """Only requests with the same one may use it."""
     tokens: Ids
     tags: KvTags
     keys: torch.Tensor
@@ -75,19 +77,20 @@ class Pool:
         """
         context = turn.tokens[: turn.length - 1]
         own = self.held.get(turn.request.program_id)
-        if own is not None and (length := common_prefix(own.tokens, context)) == len(own.tokens):
-            return Match(own, length)
+        is_ours = own is not None and own.salt == turn.request.salt
+        if own is not None and is_ours and common_prefix(own.tokens, context) == len(own.tokens):
+            return Match(own, len(own.tokens))
         best = Match(None, 0)
         for held in self.held.values():
             length = common_prefix(held.tokens, context)
-            if length > best.tokens:
+            if held.salt == turn.request.salt and length > best.tokens:
                 best = Match(held, length)
-        return self._match_running(context, best)
+        return self._match_running(turn.request.salt, context, best)
 
-    def _match_running(self, context: Ids, best: Match) -> Match:
+    def _match_running(self, salt: str, context: Ids, best: Match) -> Match:
         coming = 0
         for turn in self.running:
-            if not self._allowed(turn.tags):
+            if turn.request.salt != salt or not self._allowed(turn.tags):
                 continue
             length = common_prefix(turn.context, context)
             if min(length, turn.computed) > best.tokens:
@@ -175,7 +178,9 @@ class Pool:
             program = turn.request.program_id
             self.held.pop(program, None)
             tokens = turn.tokens[: turn.computed].copy()
-            kept = Held(tokens, cut(turn.tags, turn.computed), keys.clone(), values.clone())
+            kept = Held(
+                turn.request.salt, tokens, cut(turn.tags, turn.computed), keys.clone(), values.clone()
+            )
             self.remove(turn)
             self.held[program] = kept
         else:
