@@ -20,6 +20,7 @@ from sostenuto.runtime.engines.wire import (
     GenerateReply,
     PauseMode,
     Sampling,
+    ScoreRequest,
 )
 from sostenuto.types import ProgramId
 
@@ -215,3 +216,16 @@ def test_no_id_is_the_beginning_of_another():
     assert all(a == b or not b.startswith(a) for a in given for b in given)
     assert not any(name.startswith("HEALTH_CHECK") for name in given)
     assert len({Names().prefix for _ in range(50)}) == 50
+
+
+async def test_a_request_does_not_wait_for_ever_behind_a_pause(served: Served):
+    hasty = Deadlines(control_s=2.0, generate_s=0.1, update_s=1.0)
+    async with adapter(served, deadlines=hasty) as engine:
+        await engine.pause(PauseMode.KEEP)
+        for call in (
+            lambda: engine.generate(request("a", PROMPT)),
+            lambda: engine.score(ScoreRequest(token_ids=PROMPT, start=1)),
+        ):
+            with pytest.raises(EngineError, match=r"it stands still for over 0\.1 s; resume it"):
+                await call()
+        await engine.resume()

@@ -155,7 +155,7 @@ class SGLangEngine:
         self._check_believed()
         self._checks.generate(request, facts, served=self._version)
         with self._flights.under_way(request, self._names.of(request.request_id)) as flight:
-            await self._pausing.until_open(lambda: flight.is_given_up)
+            await self._until_open(lambda: flight.is_given_up)
             if flight.is_given_up:
                 return _without_tokens()
             self._check_believed()
@@ -184,7 +184,7 @@ class SGLangEngine:
         """Log-probabilities of given tokens; waits its turn, so its deadline is that of `generate`."""
         facts = await self._known()
         self._checks.score(request, facts)
-        await self._pausing.until_open(lambda: False)
+        await self._until_open(lambda: False)
         self._check_believed()
         place = Place(self._names.of("score"), self._extra_key(""))
         body = score_body(request, facts, place)
@@ -274,6 +274,13 @@ class SGLangEngine:
         elif not request.hold:
             await self.release(ProgramId(request.program_id))
         return reply
+
+    async def _until_open(self, is_given_up: Callable[[], bool]) -> None:
+        limit_s = self._deadlines.generate_s
+        with anyio.move_on_after(limit_s) as waiting:
+            await self._pausing.until_open(is_given_up)
+        if waiting.cancelled_caught:
+            raise self._checks.error(f"it stands still for over {limit_s:g} s; resume it, or start it again")
 
     async def _answer(
         self, body: dict[str, object], spans: Callable[[WireSpan], None] | None, facts: Facts
