@@ -50,6 +50,15 @@ class EngineSettings(Section):
     restarts: int = Field(default=3, ge=0)
     """How often one that dies is started again within ten minutes."""
 
+    lower_tokens: int = Field(default=0, ge=0)
+    """Room for KV of programs that are not expected back soon, below the pool; 0: none.
+
+    Host memory beside a GPU, a file on a CPU.
+    """
+
+    lower_folder: Path | None = None
+    """Where that file is; it has no name there.  None: the run directory."""
+
 
 class EngineEntry(Section):
     """One of several engines: embedded, or one that runs already and is reached over HTTP."""

@@ -22,6 +22,7 @@ from sostenuto.runtime.engines.embedded import attention
 from sostenuto.runtime.engines.embedded import model as embedded_model
 from sostenuto.runtime.engines.embedded.core import Core
 from sostenuto.runtime.engines.embedded.grammar.guide import Guide
+from sostenuto.runtime.engines.embedded.lower import LowerTier
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.speculation.speculator import Speculator
 from sostenuto.runtime.engines.embedded.tensors import use_attention
@@ -68,12 +69,24 @@ def load(folder: Path) -> embedded_model.Model:
 
 
 def make_core(
-    folder: Path, *, kv_tokens: int = 4096, concurrency: int = 16, speculator: Speculator | None = None
+    folder: Path,
+    *,
+    kv_tokens: int = 4096,
+    concurrency: int = 16,
+    lower_tokens: int = 0,
+    lower_folder: Path | None = None,
+    speculator: Speculator | None = None,
 ) -> Core:
+    model = load(folder)
     return Core(
-        load(folder), version=Version(0, 0), kv_tokens=kv_tokens, concurrency=concurrency, threads=1,
+        model,
+        version=Version(0, 0),
+        kv_tokens=kv_tokens,
+        concurrency=concurrency,
+        threads=1,
+        lower=LowerTier(model.shape, lower_tokens, lower_folder or folder) if lower_tokens else None,
         speculator=speculator,
-    )  # fmt: skip
+    )
 
 
 def reference_logits(module: PreTrainedModel, token_ids: list[int], start: int) -> torch.Tensor:

@@ -240,10 +240,10 @@ def test_whatever_happens_every_request_is_answered_once_and_exactly(
     world.desk.run()
     assert sorted(world.desk.order) == sorted(world.asked)
     for name, context in world.asked.items():
-        _assert_exact_by_version(world.desk, name, context, versions)
+        assert_exact_by_version(world.desk, name, context, versions)
 
 
-def _assert_exact_by_version(
+def assert_exact_by_version(
     desk: Desk, name: str, context: list[int], versions: list[PreTrainedModel]
 ) -> None:
     reply = desk.reply(name)

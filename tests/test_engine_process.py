@@ -25,6 +25,7 @@ from sostenuto.runtime.engines.wire import (
     CommitRequest,
     FinishReason,
     GenerateRequest,
+    PauseMode,
     Sampling,
     ScoreRequest,
 )
@@ -38,8 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("model"))
 
 
-def settings_for(folder: Path, place: Path, kv_tokens: int = 4096) -> EmbeddedSettings:
-    return EmbeddedSettings(model=folder, socket=place / "e.sock", kv_tokens=kv_tokens, concurrency=8)
+def settings_for(folder: Path, place: Path, kv_tokens: int = 4096, lower_tokens: int = 0) -> EmbeddedSettings:
+    return EmbeddedSettings(
+        model=folder,
+        socket=place / "e.sock",
+        kv_tokens=kv_tokens,
+        concurrency=8,
+        lower_tokens=lower_tokens,
+        lower_folder=place / "lower",
+    )
 
 
 @pytest.fixture
@@ -135,6 +143,45 @@ async def test_abort_answers_the_request_with_its_partial_tokens(engine: EngineC
         await engine.abort("lon")
         assert (await engine.load()).running == 1
         await engine.abort("long")
+
+
+async def test_an_engine_is_paused_and_offloads_over_its_socket(folder: Path, tmp_path: Path):
+    settings = settings_for(folder, tmp_path, lower_tokens=256)
+    async with launch_embedded(settings, engine_id=NAME) as client, anyio.create_task_group() as group:
+        engine: Engine = client
+        assert (await engine.capabilities()).lower_tokens == 256
+        first = await engine.generate(request("a", prompt(50)))
+        await engine.offload(ProgramId("a"))
+        await until(client, "lower_programs", 1)
+        assert (await engine.load()).held_programs == 0
+        await engine.pause(PauseMode.KEEP)
+        context = [*prompt(50), *first.token_ids, 3]
+
+        async def go_on() -> None:
+            assert (await engine.generate(request("b", context, program_id="a"))).cached_tokens == 57
+
+        group.start_soon(go_on)
+        await until(client, "waiting", 1)
+        await engine.restore(ProgramId("a"))
+        await until(client, "held_programs", 1)
+        await engine.resume()
+        await until(client, "running", 0)
+    assert list((tmp_path / "lower").iterdir()) == []
+
+
+async def test_a_pause_that_lets_requests_finish_is_answered_after_the_last(engine: EngineClient):
+    async with anyio.create_task_group() as group:
+        ended: list[str] = []
+
+        async def ask() -> None:
+            await engine.generate(request("long", prompt(9), max_new_tokens=200))
+            ended.append("long")
+
+        group.start_soon(ask)
+        await until(engine, "running", 1)
+        await engine.pause(PauseMode.FINISH)
+        assert (await engine.load()).running == 0
+    assert ended == ["long"]
 
 
 async def test_a_cancelled_generate_is_aborted_in_the_engine_and_holds_nothing(engine: EngineClient):

@@ -151,6 +151,7 @@ def test_weights_that_are_wrong_are_refused_by_tensor_and_the_old_go_on(desk: De
             desk.core.weights.stage(publication)
         with pytest.raises(Refusal, match="not prepared"):
             desk.core.commit(CommitRequest(version="0.1"))
+    desk.core.flush()
     assert desk.turn("b", prompt(9)).logprobs == reply.logprobs
     assert desk.core.capabilities().version == "0.0"
 

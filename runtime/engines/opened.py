@@ -107,6 +107,8 @@ async def _launched(engine_id: EngineId, entry: EngineEntry, ground: Ground) -> 
             speculation=common.speculation,
             draft_tokens=common.draft_tokens,
             quantization=common.quantization,
+            lower_tokens=common.lower_tokens,
+            lower_folder=common.lower_folder or ground.logs,
         )
         async with launch_embedded(settings, engine_id=engine_id, tap=ground.tap) as client:
             yield Opened(client, client.until_ended)

@@ -310,6 +310,11 @@ class Load(Wire):
     evicted_programs: int = 0
     """Held programs whose KV was taken for a request that had no room."""
     speculation: Speculation | None = None
+    cached_kv_tokens: int = 0
+    """KV that nobody holds, kept until somebody needs the room; beside the used."""
+    lower_kv_tokens: int = 0
+    """In the lower tier."""
+    lower_programs: int = 0
 
 
 class CommitRequest(Wire):

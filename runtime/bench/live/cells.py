@@ -103,6 +103,8 @@ class LiveSweep:
                     device=self.engine.device,
                     speculation=self.engine.speculation,
                     draft_tokens=self.engine.draft_tokens,
+                    lower_tokens=self.engine.lower_tokens,
+                    lower_folder=self.engine.lower_folder,
                 )
                 launched = launch_embedded(settings, engine_id=engine_id)
                 engines[engine_id] = await stack.enter_async_context(launched)

@@ -23,6 +23,8 @@ from sostenuto.types import Version
 
 if TYPE_CHECKING:
     from sostenuto.runtime.engines.embedded.core import Core
+    from sostenuto.runtime.engines.embedded.lanes import KvShape
+    from sostenuto.runtime.engines.embedded.lower import LowerTier
     from sostenuto.runtime.engines.embedded.worker import Worker
 
 _SHUTDOWN_S = 0.2
@@ -56,6 +58,8 @@ def _arguments() -> tuple[EmbeddedSettings, bool]:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--speculation", choices=("prompt",))
     parser.add_argument("--draft-tokens", type=_positive, default=8)
+    parser.add_argument("--lower-tokens", type=int, default=0)
+    parser.add_argument("--lower-folder", type=Path, default=None)
     parser.add_argument("--until-stdin-closes", action="store_true")
     given = vars(parser.parse_args())
     until_stdin_closes = bool(given.pop("until_stdin_closes"))
@@ -137,8 +141,17 @@ def _core(settings: EmbeddedSettings) -> "Core":
     _check_memory(settings.kv_tokens, model.shape.token_bytes, settings.device)
     return Core(
         model, version=version, kv_tokens=settings.kv_tokens, concurrency=settings.concurrency,
-        threads=settings.threads, speculator=speculator_for(model, settings),
+        threads=settings.threads, lower=_lower(settings, model.shape),
+        speculator=speculator_for(model, settings),
     )  # fmt: skip
+
+
+def _lower(settings: EmbeddedSettings, shape: "KvShape") -> "LowerTier | None":
+    from sostenuto.runtime.engines.embedded.lower import LowerTier
+
+    if not settings.lower_tokens:
+        return None
+    return LowerTier(shape, settings.lower_tokens, settings.lower_folder or settings.socket.parent)
 
 
 def _version(text: str) -> Version:

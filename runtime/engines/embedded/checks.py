@@ -51,13 +51,18 @@ class Checks:
             raise self._too_long("token_ids", len(request.token_ids))
 
     def _features(self, request: GenerateRequest | ScoreRequest) -> None:
-        if lacking := missing(request, self.features):
-            message = f"the request asks for {lacking[0]}, which this engine cannot do"
-            remedy = "leave it out, or ask an engine that has this feature"
-            raise Refusal(400, "unsupported", message, remedy)
+        self.has(*missing(request, self.features))
         if request.top_logprobs > _MOST_TOP_LOGPROBS:
             message = f"top_logprobs: {request.top_logprobs} is more than {_MOST_TOP_LOGPROBS}"
             raise Refusal(400, "top_logprobs", message, "ask for fewer of each position")
+
+    def has(self, *asked: Feature) -> None:
+        """Refuse a request that asks for what this engine cannot do."""
+        for feature in asked:
+            if feature not in self.features:
+                message = f"the request asks for {feature}, which this engine cannot do"
+                remedy = "leave it out, or ask an engine that has this feature"
+                raise Refusal(400, "unsupported", message, remedy)
 
     def _too_long(self, field: str, tokens: int) -> Refusal:
         message = (

@@ -23,10 +23,11 @@ from sostenuto.runtime.engines.embedded.adapters import Adapters
 from sostenuto.runtime.engines.embedded.checks import Checks
 from sostenuto.runtime.engines.embedded.grammar.grammars import Grammars, is_installed
 from sostenuto.runtime.engines.embedded.lora import Adapter
+from sostenuto.runtime.engines.embedded.lower import LowerTier
 from sostenuto.runtime.engines.embedded.model import Model
 from sostenuto.runtime.engines.embedded.packing import Plan, plan
 from sostenuto.runtime.engines.embedded.pausing import Paused, Pausing
-from sostenuto.runtime.engines.embedded.pool import Pool
+from sostenuto.runtime.engines.embedded.pool import Admission, Pool
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.sampling import Drawn, draw_next
 from sostenuto.runtime.engines.embedded.scoring import ScoreJob
@@ -74,15 +75,18 @@ class Core:
 
     def __init__(
         self, model: Model, *, version: Version, kv_tokens: int, concurrency: int, threads: int,
-        speculator: Speculator | None = None,
+        lower: LowerTier | None = None, speculator: Speculator | None = None,
     ) -> None:  # fmt: skip
         self._model = model
         self.weights = Weights(model.module, version, model.quantized)
         self._limit = min(model.context_tokens, kv_tokens)
-        self._pool = Pool(model.shape, kv_tokens=kv_tokens, widest=self._limit, concurrency=concurrency)
+        self._pool = Pool(
+            model.shape, kv_tokens=kv_tokens, widest=self._limit, concurrency=concurrency, lower=lower
+        )
+        self._lower = lower
         self.adapters = Adapters(model.module, model.shape.dtype, model.shape.device)
         self.grammars = Grammars(model.tokenizer, model.tokenizer_size)
-        self._features = FEATURES | model.features | ({Feature.GRAMMAR} if is_installed() else set[Feature]())
+        self._features = FEATURES | model.features | _optional(lower)
         self._checks = Checks(model, kv_tokens, self._limit, self._features)
         self._threads = threads
         self._pausing = Pausing()
@@ -96,6 +100,8 @@ class Core:
     @property
     def busy(self) -> bool:
         """Whether a step has something to do."""
+        if self._pool.kept.is_copying:
+            return True
         if self._pausing.is_still:
             return False
         unheld = any(not self._pausing.holds(turn) for turn in self._waiting)
@@ -123,16 +129,21 @@ class Core:
             quantization=model.quantization,
             weight_bytes=model.weight_bytes,
             features=self._features,
+            lower_tokens=self._lower.tokens if self._lower else 0,
+            lower_tokens_s=self._lower.tokens_s if self._lower else 0.0,
         )
 
     def load(self) -> Load:
-        counters = self._counters
+        counters, kept = self._counters, self._pool.kept
         return Load(
             running=len(self._pool.running),
             waiting=len(self._waiting),
             used_kv_tokens=self._pool.used,
-            held_kv_tokens=self._pool.held_tokens,
-            held_programs=len(self._pool.held),
+            held_kv_tokens=kept.held_tokens,
+            held_programs=len(kept.programs),
+            cached_kv_tokens=kept.idle_tokens,
+            lower_kv_tokens=self._lower.used_tokens if self._lower else 0,
+            lower_programs=len(self._lower.entries) if self._lower else 0,
             prefilled_tokens=counters.prefilled_tokens,
             cached_tokens=counters.cached_tokens,
             generated_tokens=counters.generated_tokens,
@@ -200,9 +211,19 @@ class Core:
             if turn.request.program_id == program_id:
                 turn.hold = False
 
+    def offload(self, program_id: str) -> None:
+        """Move the held KV of a program to the lower tier, if there is some and it has room; idempotent."""
+        self._checks.has(Feature.OFFLOAD)
+        self._pool.kept.offload(program_id)
+
+    def restore(self, program_id: str) -> None:
+        """Bring it back ahead of its turn, if there is room; idempotent."""
+        self._checks.has(Feature.OFFLOAD)
+        self._pool.restore(program_id)
+
     def flush(self) -> None:
         """Drop every KV that no request runs on."""
-        self._pool.held.clear()
+        self._pool.kept.clear()
 
     def pause(self, mode: PauseMode, answer: Paused) -> None:
         """Let new requests wait; answered when those that run are as the mode says."""
@@ -255,10 +276,14 @@ class Core:
     def step(self) -> None:
         """Admit who can be, compute one forward pass, sample, answer who is done."""
         started_s = time.monotonic()
-        for turn in self._pool.make_growth_room():
-            self._wait(turn)
-        self._admit()
-        if self._pool.running:
+        self._pool.kept.settle()
+        if not self._pausing.is_still:
+            for turn in self._pool.make_growth_room():
+                self._wait(turn)
+            self._admit()
+        if self._pausing.is_still or not (self._pool.running or self._scores):
+            self._pool.kept.settle(wait=True)  # what there is to do waits for a copy
+        elif self._pool.running:
             if self._speculator:
                 self._speculator.propose(self._pool)
             self._compute(plan(self._pool, self._model.shape.device))
@@ -273,16 +298,18 @@ class Core:
                 return
             if self._pausing.holds(turn):
                 continue
-            match = self._pool.match(turn)
-            if match.coming:
-                continue
-            if not self._pool.admit(turn, match, programs):
+            admission = self._pool.admit(turn, programs)
+            if admission is Admission.NO_ROOM:
                 return
-            self._waiting.remove(turn)
-            if turn.cached_tokens is None:
-                turn.cached_tokens = match.tokens
-                turn.admitted_s = time.monotonic()
-                self._counters.cached_tokens += match.tokens
+            if admission is Admission.ADMITTED:
+                self._waiting.remove(turn)
+                self._admitted(turn)
+
+    def _admitted(self, turn: Turn) -> None:
+        if turn.cached_tokens is None:
+            turn.cached_tokens = turn.computed
+            turn.admitted_s = time.monotonic()
+            self._counters.cached_tokens += turn.computed
 
     def _advance_scores(self) -> None:
         if self._scores and self._scores[0].advance(self._model, self.weights.version):
@@ -323,10 +350,12 @@ class Core:
         self._note_experts(turn)
         if turn.lane is None:
             self._waiting.remove(turn)
+            if not turn.hold:
+                self._pool.kept.release(turn.request.program_id)
         elif turn.hold:
             self._pool.hold(turn)
         else:
-            self._pool.remove(turn)
+            self._pool.let_go(turn)
         now_s = time.monotonic()
         self._pausing.add_s(turn, now_s)
         turn.answer(turn.outcome(reason, matched, now_s=now_s))
@@ -347,7 +376,7 @@ class Core:
         for turn in list(self._pool.running):
             self._pool.remove(turn)
         jobs, self._scores = self._scores, []
-        self._pool.held.clear()
+        self._pool.kept.clear()
         for turn in turns:
             turn.answer(refusal)
         for job in jobs:
@@ -364,3 +393,9 @@ class Core:
 
     def _broken(self, why: str) -> Refusal:
         return Refusal(503, "broken_weights", why, "publish a full version again, or start the engine again")
+
+
+def _optional(lower: LowerTier | None) -> frozenset[Feature]:
+    """What depends on settings and on what is installed."""
+    present = {Feature.GRAMMAR: is_installed(), Feature.OFFLOAD: lower is not None}
+    return frozenset(feature for feature, is_present in present.items() if is_present)

@@ -151,12 +151,11 @@ class Lanes:
             self.start_decoding(occupant)
 
     def fill(self, occupant: Occupant, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy KV (layers, K, tokens, D) to the start of the occupant's row."""
-        tokens = keys.shape[2]
-        views = _lane_of(occupant).prefix(occupant.row, tokens)
-        views[0].copy_(keys)
-        views[1].copy_(values)
-        occupant.computed = tokens
+        """Copy KV (layers, K, tokens, D) into the occupant's row, after what is there."""
+        lane, start = _lane_of(occupant), occupant.computed
+        occupant.computed += keys.shape[2]
+        for view, copy in zip(lane.prefix(occupant.row, occupant.computed), (keys, values), strict=True):
+            view[:, :, start:].copy_(copy)
 
     def _fitting(self, width: int) -> int:
         fitting = _NARROWEST

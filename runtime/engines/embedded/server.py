@@ -75,6 +75,7 @@ class Server:
             "/score": self._score, "/update/prepare": self._prepare, "/update/commit": self._commit,
             "/update/abandon": self._abandon, "/adapters/load": self._load_adapter,
             "/adapters/unload": self._unload_adapter, "/flush": self._flush,
+            "/offload": self._offload, "/restore": self._restore,
             "/pause": self._pause, "/resume": self._resume,
         }  # fmt: skip
         for path, handler in posts.items():
@@ -115,6 +116,16 @@ class Server:
     async def _release(self, request: web.Request) -> web.Response:
         body = await _parsed(request, _ProgramId)
         await self._worker.ask(lambda core: core.release(body.program_id))
+        return web.json_response({})
+
+    async def _offload(self, request: web.Request) -> web.Response:
+        body = await _parsed(request, _ProgramId)
+        await self._worker.ask(lambda core: core.offload(body.program_id))
+        return web.json_response({})
+
+    async def _restore(self, request: web.Request) -> web.Response:
+        body = await _parsed(request, _ProgramId)
+        await self._worker.ask(lambda core: core.restore(body.program_id))
         return web.json_response({})
 
     async def _flush(self, _request: web.Request) -> web.Response:

@@ -27,6 +27,10 @@ class EmbeddedSettings:
     """Guesses for one request in one step, at most."""
     quantization: Literal["int8", "fp8", "nvfp4"] | None = None
     """How matrices are kept, by the rules of `trainer.quantization`; they compute in `dtype`."""
+    lower_tokens: int = 0
+    """Room below the pool, for KV of programs that are not expected back soon; 0: there is no lower tier."""
+    lower_folder: Path | None = None
+    """On a CPU the lower tier is a file without a name in this folder; None: beside the socket."""
 
     def arguments(self) -> list[str]:
         """The command line of `python -m sostenuto.runtime.engines.embedded`."""
@@ -35,6 +39,7 @@ class EmbeddedSettings:
             "--concurrency": self.concurrency, "--threads": self.threads, "--dtype": self.dtype,
             "--version": self.version, "--device": self.device, "--speculation": self.speculation,
             "--draft-tokens": self.draft_tokens, "--quantization": self.quantization,
+            "--lower-tokens": self.lower_tokens, "--lower-folder": self.lower_folder or self.socket.parent,
         }  # fmt: skip
         given = {name: value for name, value in pairs.items() if value is not None}
         return [text for name, value in given.items() for text in (name, str(value))]

@@ -1,8 +1,10 @@
 """The few functions of torch and transformers whose types are incomplete, given one each."""
 
+from mmap import mmap
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
@@ -65,3 +67,23 @@ def use_attention(module: PreTrainedModel, name: str) -> None:
 
 def move(module: PreTrainedModel, device: torch.device) -> None:
     cast("Any", module).to(device)
+
+
+def from_buffer(buffer: mmap, dtype: torch.dtype) -> Tensor:
+    """Over the buffer's own memory, which lives as long as the tensor."""
+    return _torch.frombuffer(buffer, dtype=dtype)
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy elements without the interpreter's lock, and on a CPU without torch's own threads.
+
+    Those would spin against the engine's.
+    """
+    if target.device.type == source.device.type == "cpu":
+        np.copyto(_bytes(target), _bytes(source))
+    else:
+        target.copy_(source, non_blocking=True)
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    return cast("Any", tensor.view(torch.uint8)).numpy()
