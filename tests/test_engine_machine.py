@@ -233,6 +233,6 @@ def _nodes(trie: Trie) -> list[Node]:
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=50, stateful_step_count=30, deadline=None,
+    max_examples=30, stateful_step_count=30, deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )  # fmt: skip

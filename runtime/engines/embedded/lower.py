@@ -49,8 +49,9 @@ class LowerTier:
     def __init__(self, shape: KvShape, tokens: int, folder: Path) -> None:
         """Take room for `tokens`, rounded down to blocks; Refusal when there is not that much."""
         count = tokens // BLOCK_TOKENS
-        if not count:
-            raise _refused(tokens, f"is less than a block of {BLOCK_TOKENS}", "0 is for none")
+        if count < 1:
+            message = f"lower_tokens: {tokens} is less than a block of {BLOCK_TOKENS}"
+            raise Refusal(400, "lower_tokens", message, "0 is for none")
         self.tokens = count * BLOCK_TOKENS
         self.entries: dict[str, Parked] = {}
         """By program, longest here first."""
@@ -154,11 +155,18 @@ def _blocks(shape: KvShape, count: int, folder: Path) -> Segment:
     """Keys and values, (blocks, layers, K, tokens, D) each."""
     like = [part[None].expand(count, *part.shape) for part in shape.empty(BLOCK_TOKENS)]
     if shape.device.type != "cpu":
-        keys, values = (torch.empty(part.shape, dtype=shape.dtype, pin_memory=True) for part in like)
-        return keys, values
+        return _pinned(like[0]), _pinned(like[1])
     memory = _mapped(sum(part.numel() for part in like) * shape.dtype.itemsize, folder)
     flat, cut = from_buffer(memory, shape.dtype), like[0].numel()
     return flat[:cut].view(like[0].shape), flat[cut:].view(like[1].shape)
+
+
+def _pinned(like: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    except RuntimeError as exc:
+        message = f"lower_tokens: the host does not give {like.numel() * like.itemsize >> 20} MiB: {exc}"
+        raise Refusal(400, "lower_tokens", message, "start the engine with fewer lower tokens") from exc
 
 
 def _mapped(size: int, folder: Path) -> mmap.mmap:
@@ -171,7 +179,3 @@ def _mapped(size: int, folder: Path) -> mmap.mmap:
         message = f"lower_tokens: no file of {size >> 20} MiB in {folder}: {exc.strerror}"
         remedy = "start the engine with fewer lower tokens, or with a folder on another disk"
         raise Refusal(400, "lower_tokens", message, remedy) from exc
-
-
-def _refused(tokens: int, what: str, remedy: str) -> Refusal:
-    return Refusal(400, "lower_tokens", f"lower_tokens: {tokens} {what}", remedy)
