@@ -143,6 +143,20 @@ class _Scene:
     done: list[Trajectory] = field(default_factory=list[Trajectory])
 
 
+@dataclass(frozen=True)
+class _Kill:
+    """What came of a kill.  Times by the loop's clock."""
+
+    killed_s: float
+    answers_s: float
+    """When the process that was started in its place answered."""
+    used_s: float
+    """When the first program decoded there."""
+    had: dict[str, list[int]]
+    """Tokens that each program had when the engine was lost."""
+    version: Version | None
+
+
 async def measure_fleet(tell: Tell, *, quick: bool) -> None:
     """Programs lost, tokens kept, and how soon the engine that was killed is used again."""
     with tempfile.TemporaryDirectory(prefix="sostenuto-fleet-") as place:
@@ -155,26 +169,33 @@ async def measure_fleet(tell: Tell, *, quick: bool) -> None:
 
 
 async def _killed_under_load(scene: _Scene, tell: Tell, *, programs: int) -> None:
+    seen: list[_Kill] = []
     async with anyio.create_task_group() as group:
         for number in range(programs):
             group.start_soon(_one_after_the_other, scene, number)
         while len(scene.contexts) < programs:  # noqa: ASYNC110
             await anyio.sleep(0.01)
-        killed_s, keeper = anyio.current_time(), await _kill_one(scene)
-        had = {name: list(ids) for name, ids in scene.contexts.items()}
-        while not _decoding(scene, keeper.source.id):  # noqa: ASYNC110
-            await anyio.sleep(0.005)
-        used_s = anyio.current_time()
-        version = scene.dispatcher.serves(keeper.source.id)
+        seen.append(await _kill_and_wait(scene))
         scene.comes = False
-    answers_s = scene.answers_s[keeper.source.id]
-    lost = sum(t.outcome is not None for t in scene.done)
+    (kill,) = seen
+    lost = sum(trajectory.outcome is not None for trajectory in scene.done)
     tell("engine_kill_programs", len(scene.done), "programs")
     tell("engine_kill_programs_lost", lost, "programs", "== 0")
-    tell("engine_kill_tokens_kept", _share_kept(scene.done, had), "share", "== 1")
-    tell("engine_kill_back_after", answers_s - killed_s, "s")
-    tell("engine_kill_used_after_return", used_s - answers_s, "s", "<= 2")
-    tell("engine_kill_version_right", float(version == _V1 and _all_of(scene.done, _V1)), "bool", "== 1")
+    tell("engine_kill_tokens_kept", _share_kept(scene.done, kill.had), "share", "== 1")
+    tell("engine_kill_back_after", kill.answers_s - kill.killed_s, "s")
+    tell("engine_kill_used_after_return", kill.used_s - kill.answers_s, "s", "<= 2")
+    right = kill.version == _V1 and _all_of(scene.done, _V1)
+    tell("engine_kill_version_right", float(right), "bool", "== 1")
+
+
+async def _kill_and_wait(scene: _Scene) -> _Kill:
+    """Kill an engine, and wait until a program decodes there again."""
+    killed_s, keeper = anyio.current_time(), await _kill_one(scene)
+    had = {name: list(ids) for name, ids in scene.contexts.items()}
+    while not _decoding(scene, keeper.source.id):  # noqa: ASYNC110
+        await anyio.sleep(0.005)
+    used_s, answers_s = anyio.current_time(), scene.answers_s[keeper.source.id]
+    return _Kill(killed_s, answers_s, used_s, had, scene.dispatcher.serves(keeper.source.id))
 
 
 async def _kill_one(scene: _Scene) -> Keeper:
