@@ -25,7 +25,7 @@ NAME = EngineId("e0")
 REAL_URL = os.environ.get("SOSTENUTO_SGLANG_URL", "")
 BODIES = os.environ.get("SOSTENUTO_SGLANG_BODIES", "")
 """File to which all bodies are added that the adapter sent to fake servers."""
-SOON = Deadlines(control_s=5.0, generate_s=60.0, update_s=10.0)
+SOON = Deadlines(control_s=20.0, generate_s=60.0, update_s=30.0)
 
 
 @dataclass

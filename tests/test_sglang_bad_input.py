@@ -9,10 +9,11 @@ import pytest
 from aiohttp import web
 
 from fakes_sglang import FakeSGLang, Handler
-from sglang_faked import PROMPT, SHORT, answers
+from sglang_faked import PROMPT, answers
 from sglang_servers import NAME, Served, adapter, faking, request
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.sglang.engine import Keys, SGLangEngine
+from sostenuto.runtime.engines.sglang.facts import ALWAYS, FLAGS
 from sostenuto.runtime.engines.wire import (
     Feature,
     PauseMode,
@@ -36,7 +37,7 @@ def fake(served: Served) -> FakeSGLang:
 
 @pytest.fixture
 async def engine(served: Served) -> AsyncIterator[SGLangEngine]:
-    async with adapter(served, deadlines=SHORT) as engine:
+    async with adapter(served) as engine:
         yield engine
 
 
@@ -194,3 +195,12 @@ async def test_a_model_folder_that_is_incomplete_is_named(served: Served, fake: 
     async with adapter(served) as engine:
         with pytest.raises(EngineError, match=r"nowhere/config.json: FileNotFoundError.*name the folder"):
             await engine.capabilities()
+
+
+def test_every_feature_that_may_be_missing_has_a_remedy():
+    assert set(Feature) == ALWAYS | set(FLAGS)
+
+
+async def test_an_adapter_is_asked_of_another_engine(engine: SGLangEngine):
+    with pytest.raises(EngineError, match="it cannot do adapters; ask an embedded engine"):
+        await engine.generate(request("a", PROMPT, adapter="mine"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fakes_sglang import FakeSGLang
-from sglang_faked import PROMPT, SHORT, answers, never, running, until_running
+from sglang_faked import HASTY, PROMPT, answers, never, running, until_running
 from sglang_servers import Served, adapter, faking, request
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.sglang.engine import Deadlines, SGLangEngine
@@ -41,27 +41,33 @@ def fake(served: Served) -> FakeSGLang:
 
 @pytest.fixture
 async def engine(served: Served) -> AsyncIterator[SGLangEngine]:
-    async with adapter(served, deadlines=SHORT) as engine:
+    async with adapter(served) as engine:
         yield engine
 
 
-async def test_an_engine_that_never_answers_a_pause_is_resumed(fake: FakeSGLang, engine: SGLangEngine):
-    await engine.capabilities()
+@pytest.fixture
+async def hasty(served: Served) -> AsyncIterator[SGLangEngine]:
+    async with adapter(served, deadlines=HASTY) as engine:
+        yield engine
+
+
+async def test_an_engine_that_never_answers_a_pause_is_resumed(fake: FakeSGLang, hasty: SGLangEngine):
+    await hasty.capabilities()
     fake.broken["/pause_generation"] = never
-    with pytest.raises(EngineError, match=r"pause_generation: no answer within 0.5 s"):
-        await engine.pause(PauseMode.KEEP)
+    with pytest.raises(EngineError, match=r"pause_generation: no answer within 2 s"):
+        await hasty.pause(PauseMode.KEEP)
     assert fake.routes[-1] == "/continue_generation"
-    assert (await engine.generate(request("a", PROMPT))).token_ids
+    assert (await hasty.generate(request("a", PROMPT))).token_ids
 
 
-async def test_an_engine_that_cannot_be_resumed_keeps_nobody_waiting(fake: FakeSGLang, engine: SGLangEngine):
-    await engine.capabilities()
-    await engine.pause(PauseMode.KEEP)
+async def test_an_engine_that_cannot_be_resumed_keeps_nobody_waiting(fake: FakeSGLang, hasty: SGLangEngine):
+    await hasty.capabilities()
+    await hasty.pause(PauseMode.KEEP)
     fake.broken["/continue_generation"] = answers(b"", 500)
     with pytest.raises(EngineError, match="continue_generation: answered 500: nothing"):
-        await engine.resume()
-    with pytest.raises(EngineError, match="no answer within 5 s"):
-        await engine.generate(request("a", PROMPT))
+        await hasty.resume()
+    with pytest.raises(EngineError, match="no answer within 3 s"):
+        await hasty.generate(request("a", PROMPT))
 
 
 async def test_an_abort_pause_over_requests_that_stand_still_ends(fake: FakeSGLang, engine: SGLangEngine):
@@ -127,8 +133,8 @@ async def test_in_a_stream_it_is_an_error_too(fake: FakeSGLang, engine: SGLangEn
 
 
 async def test_a_request_whose_deadline_passes_is_aborted_in_the_engine(served: Served, fake: FakeSGLang):
-    hasty = Deadlines(control_s=2.0, generate_s=0.1, update_s=1.0)
-    async with adapter(served, deadlines=hasty) as engine:
+    soon = Deadlines(control_s=2.0, generate_s=0.1, update_s=1.0)
+    async with adapter(served, deadlines=soon) as engine:
         await engine.capabilities()
         with pytest.raises(EngineError, match=r"generate: no answer within 0.1 s"):
             await engine.generate(request("a", PROMPT, max_new_tokens=450))
@@ -219,8 +225,8 @@ def test_no_id_is_the_beginning_of_another():
 
 
 async def test_a_request_does_not_wait_for_ever_behind_a_pause(served: Served):
-    hasty = Deadlines(control_s=2.0, generate_s=0.1, update_s=1.0)
-    async with adapter(served, deadlines=hasty) as engine:
+    soon = Deadlines(control_s=2.0, generate_s=0.1, update_s=1.0)
+    async with adapter(served, deadlines=soon) as engine:
         await engine.pause(PauseMode.KEEP)
         for call in (
             lambda: engine.generate(request("a", PROMPT)),

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from fakes_sglang import FakeSGLang
 from fakes_sglang_core import weights_of
-from sglang_faked import PROMPT, SHORT, answers, never, running, until_running
+from sglang_faked import HASTY, PROMPT, answers, never, running, until_running
 from sglang_servers import Served, adapter, faking, request
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.sglang.engine import SGLangEngine
@@ -38,7 +38,13 @@ def fake(served: Served) -> FakeSGLang:
 
 @pytest.fixture
 async def engine(served: Served) -> AsyncIterator[SGLangEngine]:
-    async with adapter(served, deadlines=SHORT) as engine:
+    async with adapter(served) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def hasty(served: Served) -> AsyncIterator[SGLangEngine]:
+    async with adapter(served, deadlines=HASTY) as engine:
         yield engine
 
 
@@ -114,15 +120,15 @@ async def test_a_load_that_fails_takes_the_engine_out_until_a_whole_version_is_v
 
 
 async def test_an_update_without_an_answer_is_not_believed(
-    served: Served, fake: FakeSGLang, engine: SGLangEngine
+    served: Served, fake: FakeSGLang, hasty: SGLangEngine
 ):
-    await engine.prepare_update(served.publish("0.1", 1))
+    await hasty.prepare_update(served.publish("0.1", 1))
     fake.broken["/update_weights_from_disk"] = never
-    with pytest.raises(EngineError, match=r"no answer within 0.5 s"):
-        await engine.commit_update(CommitRequest(version="0.1"))
+    with pytest.raises(EngineError, match=r"no answer within 2 s"):
+        await hasty.commit_update(CommitRequest(version="0.1"))
     assert not fake.core.is_paused
     with pytest.raises(EngineError, match="nothing it samples is believed"):
-        await engine.generate(request("b", PROMPT))
+        await hasty.generate(request("b", PROMPT))
 
 
 async def test_weights_that_changed_without_a_flush_are_new_weights(
@@ -181,14 +187,14 @@ async def test_an_engine_without_a_checker_is_verified_by_its_label(
     assert (await engine.capabilities()).version == "0.2"
 
 
-async def test_a_flush_that_is_refused_is_no_success(fake: FakeSGLang, engine: SGLangEngine):
+async def test_a_flush_that_is_refused_is_no_success(fake: FakeSGLang, hasty: SGLangEngine):
     replies: list[GenerateReply] = []
-    async with running(engine, fake, replies, count=1):
+    async with running(hasty, fake, replies, count=1):
         fake.core.running[0].params["max_new_tokens"] = 490
-        with pytest.raises(EngineError, match=r"flush_cache: requests run for over 0.5 s; pause"):
-            await engine.flush()
-        await engine.abort("r0")
-    assert (await engine.generate(request("b", PROMPT))).cached_tokens == 0
+        with pytest.raises(EngineError, match=r"flush_cache: requests run for over 2 s; pause"):
+            await hasty.flush()
+        await hasty.abort("r0")
+    assert (await hasty.generate(request("b", PROMPT))).cached_tokens == 0
 
 
 async def test_a_restarted_engine_is_noticed_and_its_old_weights_are_refused(

@@ -77,7 +77,7 @@ class Checks:
             raise self.error(f"token_ids: {wrong[0]} is not in the model's vocabulary of {size}; {remedy}")
 
     def _sampling(self, sampling: Sampling, facts: Facts) -> None:
-        """Refuse what this server would draw from another distribution than was asked for."""
+        """Refuse what this server does otherwise than was asked for, where its answer would not show it."""
         if not facts.is_tempered and sampling.temperature not in (0.0, 1.0):
             raise self.error(
                 f"temperature: {sampling.temperature:g}, but its log-probabilities are those of "

@@ -17,8 +17,9 @@ ALWAYS = frozenset({Feature.UPDATE, Feature.PAUSE, Feature.STREAM})
 FLAGS = {
     Feature.HOLD: "start it with --enable-session-radix-cache",
     Feature.OFFLOAD: "SGLang has no call for it; --enable-hierarchical-cache moves KV by itself",
-    Feature.SCORE: "start it without --disable-radix-cache's companions that cut log-probabilities",
+    Feature.SCORE: "use a version that returns input_token_logprobs",
     Feature.GRAMMAR: "start it with --grammar-backend xgrammar or llguidance, and with its tokenizer",
+    Feature.ADAPTERS: "ask an embedded engine; SGLang's own adapters are not spoken to",
     Feature.ROUTED_EXPERTS: "serve a mixture-of-experts model with --enable-return-routed-experts",
     Feature.TRUNCATION: "use a version with return_sampling_mask, and another sampling backend",
     Feature.TOP_LOGPROBS: "use a version that returns output_top_logprobs",
