@@ -10,6 +10,7 @@ from time import process_time
 from typing import Any, cast
 
 import anyio
+import numpy as np
 import torch
 
 from benchmarks.figure import Tell
@@ -153,5 +154,4 @@ class _Theirs:
 
 
 def _prompt(seed: int, tokens: int, vocabulary: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(10, vocabulary, (tokens,), generator=generator).tolist()  # pyright: ignore[reportUnknownMemberType]
+    return np.random.default_rng(seed).integers(10, vocabulary, tokens).tolist()

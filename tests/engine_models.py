@@ -118,9 +118,10 @@ class Desk:
         self.order: list[str] = []
         """Of the answers, each as often as it came."""
 
-    def submit(
-        self, name: str, token_ids: list[int], *, guide: Guide | None = None, **options: object
-    ) -> None:
+    def submit(self, name: str, token_ids: list[int], **options: object) -> None:
+        self.submit_guided(name, token_ids, None, **options)
+
+    def submit_guided(self, name: str, token_ids: list[int], guide: Guide | None, **options: object) -> None:
         fields = {
             "program_id": name,
             "max_new_tokens": 8,
@@ -149,10 +150,8 @@ class Desk:
         assert isinstance(answer, GenerateReply), answer
         return answer
 
-    def turn(
-        self, name: str, token_ids: list[int], *, guide: Guide | None = None, **options: object
-    ) -> GenerateReply:
-        self.submit(name, token_ids, guide=guide, **options)
+    def turn(self, name: str, token_ids: list[int], **options: object) -> GenerateReply:
+        self.submit(name, token_ids, **options)
         self.run()
         return self.reply(name)
 

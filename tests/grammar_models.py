@@ -1,6 +1,7 @@
 """Tokenizers of the kinds that models have, and requests that follow a grammar."""
 
 from pathlib import Path
+from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -28,8 +29,8 @@ def byte_level() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END, "<|im_start|>"])
-    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    cast("Any", tokenizer).add_special_tokens([END, "<|im_start|>"])
+    cast("Any", tokenizer).add_tokens([AddedToken("<tool_call>", special=False)])
     return tokenizer
 
 
@@ -47,7 +48,7 @@ def byte_fallback() -> Tokenizer:
             decoders.Strip(content=" ", left=1, right=0),
         ]
     )
-    tokenizer.add_special_tokens(["<s>", "</s>"])
+    cast("Any", tokenizer).add_special_tokens(["<s>", "</s>"])
     return tokenizer
 
 
@@ -62,6 +63,7 @@ async def guided(desk: Desk, name: str, sampling: Sampling, *, top_logprobs: int
     """One turn that follows the grammar of `sampling`."""
     assert sampling.grammar is not None
     guide = await desk.core.grammars.guide(sampling.grammar, frozenset(sampling.stop_token_ids))
-    return desk.turn(
-        name, [1, 2, 3], guide=guide, sampling=sampling, max_new_tokens=480, top_logprobs=top_logprobs
-    )
+    asked = {"sampling": sampling, "max_new_tokens": 480, "top_logprobs": top_logprobs}
+    desk.submit_guided(name, [1, 2, 3], guide, **asked)
+    desk.run()
+    return desk.reply(name)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import torch as _library
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,6 +21,7 @@ from sostenuto.runtime.engines.wire import AdapterRequest, CommitRequest, Genera
 from sostenuto.trainer.quantization import dequantize
 from sostenuto.types import EngineId, Version
 
+_safetensors = cast("Any", _library)
 TARGETS = ("q_proj", "v_proj", "down_proj")
 RANK = 4
 
@@ -36,7 +37,7 @@ def desk(folder: Path) -> Desk:
 
 
 def paths(module: PreTrainedModel, targets: tuple[str, ...] = TARGETS) -> list[str]:
-    return [path for path, _ in module.named_modules() if path.endswith(targets)]
+    return [path for path, _ in cast("Any", module).named_modules() if path.endswith(targets)]
 
 
 def write_adapter(
@@ -52,7 +53,7 @@ def write_adapter(
                 *shape, generator=noise
             )
     place.mkdir(parents=True)
-    cast("Any", save_file)(tensors, place / "adapter_model.safetensors")
+    _safetensors.save_file(tensors, place / "adapter_model.safetensors")
     fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": list(targets),
               "use_rslora": False, "bias": "none", "task_type": "CAUSAL_LM", "lora_dropout": 0.0}  # fmt: skip
     (place / "adapter_config.json").write_text(json.dumps({**fields, **config}))
@@ -63,7 +64,7 @@ def write_adapter(
 def merged(folder: Path, adapter: Path, scale: float = 2.0) -> PreTrainedModel:
     """The base with scale * B A added to each matrix."""
     module = load(folder).module
-    tensors: dict[str, Tensor] = cast("Any", load_file)(adapter / "adapter_model.safetensors")
+    tensors: dict[str, Tensor] = _safetensors.load_file(adapter / "adapter_model.safetensors")
     for name, down in tensors.items():
         if ".lora_A." in name:
             path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
@@ -236,7 +237,7 @@ def test_folders_that_are_no_adapter_are_refused_by_name(desk: Desk, folder: Pat
 )
 def test_a_tensor_that_fits_nothing_is_named(desk: Desk, tmp_path: Path, tensor: str, named: str):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
-    cast("Any", save_file)({tensor: torch.zeros(4, 32)}, tmp_path / "adapter_model.safetensors")
+    _safetensors.save_file({tensor: torch.zeros(4, 32)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(Refusal, match=named):
         put(desk.core, "one", tmp_path)
 

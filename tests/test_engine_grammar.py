@@ -80,8 +80,13 @@ def tokenizer_of(desk: Desk) -> Tokenizer:
 
 
 def stop_of(tokenizer: Tokenizer) -> int:
-    token = tokenizer.token_to_id(END)
-    return tokenizer.token_to_id("</s>") if token is None else token
+    return id_of(tokenizer, END if tokenizer.token_to_id(END) is not None else "</s>")
+
+
+def id_of(tokenizer: Tokenizer, piece: str) -> int:
+    token = tokenizer.token_to_id(piece)
+    assert token is not None, piece
+    return token
 
 
 async def written(desk: Desk, grammar: Grammar, **fields: float) -> list[str]:
@@ -132,7 +137,7 @@ async def test_a_grammar_in_larks_notation_is_followed(desk: Desk):
 
 async def test_a_stop_token_is_allowed_exactly_when_the_grammar_is_complete(byte_desk: Desk):
     tokenizer = tokenizer_of(byte_desk)
-    letter, stop = tokenizer.token_to_id("a"), stop_of(tokenizer)
+    letter, stop = id_of(tokenizer, "a"), stop_of(tokenizer)
     guide = await byte_desk.core.grammars.guide(Grammar(regex="a{2,3}"), frozenset({stop, letter + 100_000}))
     for expected in ([letter], [letter], [letter, stop], [stop]):
         assert sorted(guide.tokens()) == sorted(expected)
@@ -142,7 +147,7 @@ async def test_a_stop_token_is_allowed_exactly_when_the_grammar_is_complete(byte
 
 
 async def test_a_stop_token_that_is_text_does_not_cut_the_text(byte_desk: Desk):
-    letter = tokenizer_of(byte_desk).token_to_id("a")
+    letter = id_of(tokenizer_of(byte_desk), "a")
     guide = await byte_desk.core.grammars.guide(Grammar(regex="b?ab"), frozenset({letter}))
     assert letter not in guide.tokens()
 
@@ -228,7 +233,7 @@ async def test_what_the_tokenizer_cannot_write_ends_the_request_and_not_the_engi
     desk = Desk(make_core(make_folder(tmp_path)))
     grammar = Grammar(regex="ab!")
     guide = await desk.core.grammars.guide(grammar, frozenset())
-    desk.submit("a", prompt(5), guide=guide, sampling=Sampling(grammar=grammar))
+    desk.submit_guided("a", prompt(5), guide, sampling=Sampling(grammar=grammar))
     desk.run()
     answer = desk.answers["a"]
     assert isinstance(answer, Refusal)

@@ -170,8 +170,8 @@ async def test_an_engine_is_paused_and_offloads_over_its_socket(folder: Path, tm
 
 
 async def test_a_pause_that_lets_requests_finish_is_answered_after_the_last(engine: EngineClient):
+    ended: list[str] = []
     async with anyio.create_task_group() as group:
-        ended: list[str] = []
 
         async def ask() -> None:
             await engine.generate(request("long", prompt(9), max_new_tokens=200))
