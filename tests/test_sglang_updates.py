@@ -191,8 +191,10 @@ async def test_a_flush_that_is_refused_is_no_success(fake: FakeSGLang, hasty: SG
     replies: list[GenerateReply] = []
     async with running(hasty, fake, replies, count=1):
         fake.core.running[0].params["max_new_tokens"] = 490
+        fake.step_s = 1.0  # whatever the machine does meanwhile, the request is still running
         with pytest.raises(EngineError, match=r"flush_cache: requests run for over 2 s; pause"):
             await hasty.flush()
+        fake.step_s = 0.001
         await hasty.abort("r0")
     assert (await hasty.generate(request("b", PROMPT))).cached_tokens == 0
 

@@ -377,10 +377,8 @@ class Core:
             self._pool.remove(turn)
         jobs, self._scores = self._scores, []
         self._pool.kept.clear()
-        for turn in turns:
-            turn.answer(refusal)
-        for job in jobs:
-            job.answer(refusal)
+        for asked in (*turns, *jobs):
+            asked.answer(refusal)
         self._pausing.settle(())
 
     def _version(self, adapter: Adapter | None) -> Version:
