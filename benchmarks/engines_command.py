@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.telling import Telling
 
 RESULTS = Path(__file__).parent / "results" / "engines.jsonl"
-PARTS = ("decode",)
+PARTS = ("decode", "memory", "exactness", "fleet")
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ sockets, and has to be the beginning of their records.
 """
 
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +18,6 @@ import psutil
 from pydantic import JsonValue
 
 from benchmarks.figure import Tell
-from benchmarks.telling import Telling
 from sostenuto.records import Producer, Trajectory
 from sostenuto.runtime.bench.live.model import random_model
 from sostenuto.runtime.config import EngineEntry, EngineSettings
@@ -157,7 +155,12 @@ class _Kill:
     version: Version | None
 
 
-async def measure_fleet(tell: Tell, *, quick: bool) -> None:
+def measure_fleet(tell: Tell, *, quick: bool) -> None:
+    """Kill one of three engines under load, and see what is lost."""
+    anyio.run(partial(_measure, tell, quick=quick))
+
+
+async def _measure(tell: Tell, *, quick: bool) -> None:
     """Programs lost, tokens kept, and how soon the engine that was killed is used again."""
     with tempfile.TemporaryDirectory(prefix="sostenuto-fleet-") as place:
         model = await random_model(Path(place) / "model")
@@ -276,9 +279,3 @@ def _timed(source: Source, answers_s: dict[EngineId, float]) -> Source:
             yield engine
 
     return replace(source, open=opened)
-
-
-if __name__ == "__main__":
-    telling = Telling(None)
-    anyio.run(partial(measure_fleet, telling, quick="--quick" in sys.argv))
-    telling.end()
