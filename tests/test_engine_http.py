@@ -85,6 +85,7 @@ async def test_bytes_that_are_no_text_are_an_error():
         (503, "", "answered 503: nothing"),
         (502, "<html>Bad Gateway", "answered 502: <html>Bad Gateway"),
         (302, "", "answered 302: nothing"),
+        (500, "[" * 990, "answered 500: [[["),
     ],
 )
 async def test_another_status_is_told_in_the_engines_words(status: int, content: str, message: str):

@@ -248,7 +248,7 @@ def _said(content: bytes) -> str:
     shown = content[:_SHOWN].decode(errors="replace")
     try:
         answer = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return shown
     for key in ("error", "message", "detail"):
         while isinstance(answer, dict) and key in answer:
