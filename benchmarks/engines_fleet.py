@@ -86,7 +86,8 @@ class _Words:
         return Extension(tuple(Piece(Producer.ENVIRONMENT, list(range(_OBSERVED))) for _ in new))
 
     def write(self, before: Sequence[Message], turn: Message, tools: Sequence[ToolSchema]) -> list[int]:
-        raise NotImplementedError
+        del before, turn, tools
+        return list(range(_OBSERVED))
 
 
 class _Pauses:

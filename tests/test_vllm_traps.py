@@ -18,7 +18,7 @@ from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.http import Answer
 from sostenuto.runtime.engines.vllm.engine import Served
 from sostenuto.runtime.engines.vllm.replies import Gathered
-from sostenuto.runtime.engines.wire import Feature, FinishReason, GenerateReply, PauseMode
+from sostenuto.runtime.engines.wire import Feature, FinishReason, GenerateReply, PauseMode, ScoreRequest
 from vllm_targets import request, until_idle
 from vllm_worlds import World, Worlds, into, refusing, saying, until_sampled, update, worlds_in
 
@@ -293,6 +293,20 @@ async def test_a_deadline_leaves_nothing_running(worlds: Worlds):
             await engine.generate(request("a", max_new_tokens=7000))
         await until_idle(engine)
         assert "/inference/v1/abort_requests" in world.fake.calls
+
+
+async def test_a_request_does_not_wait_for_ever_behind_a_pause(worlds: Worlds):
+    async with worlds() as world, world.engine(generate_s=0.5) as engine:
+        await engine.capabilities()
+        await engine.pause(PauseMode.KEEP)
+        for call in (
+            lambda: engine.generate(request("a")),
+            lambda: engine.score(ScoreRequest(token_ids=[5, 6, 7], start=1)),
+        ):
+            with pytest.raises(EngineError, match=r"it stands still for over 0\.5 s; resume it"):
+                await call()
+        await engine.resume()
+        assert (await engine.generate(request("b"))).token_ids
 
 
 async def test_metrics_that_are_none_are_an_error(worlds: Worlds):

@@ -1,13 +1,13 @@
 """Requests between `generate` and its answer."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import anyio
 
 from sostenuto.errors import EngineError
-from sostenuto.runtime.engines.wire import GenerateRequest
+from sostenuto.runtime.engines.wire import FinishReason, GenerateReply, GenerateRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -66,3 +66,20 @@ class Flights:
     async def until_none_is_sent(self) -> None:
         while self.sent():
             await self._landed.wait()
+
+
+def without_tokens() -> GenerateReply:
+    """Of a request that was given up before the engine had it."""
+    return GenerateReply(
+        token_ids=[], logprobs=[], versions=[], finish_reason=FinishReason.ABORT, cached_tokens=0,
+        prefilled_tokens=0, queue_s=0.0, prefill_s=0.0, decode_s=0.0,
+    )  # fmt: skip
+
+
+@contextmanager
+def waiting_for_it(limit_s: float, error: Callable[[str], EngineError]) -> Generator[None]:
+    """While the engine stands still; `error` when that takes longer."""
+    with anyio.move_on_after(limit_s) as waiting:
+        yield
+    if waiting.cancelled_caught:
+        raise error(f"it stands still for over {limit_s:g} s; resume it, or start it again")

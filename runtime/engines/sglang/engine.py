@@ -18,7 +18,7 @@ from typing import Self
 import anyio
 
 from sostenuto.errors import EngineError
-from sostenuto.runtime.engines.flights import Flight, Flights
+from sostenuto.runtime.engines.flights import Flight, Flights, waiting_for_it, without_tokens
 from sostenuto.runtime.engines.http import EngineHttp, HttpRefusal
 from sostenuto.runtime.engines.sglang.bodies import (
     Place,
@@ -40,7 +40,6 @@ from sostenuto.runtime.engines.wire import (
     CommitReply,
     CommitRequest,
     Feature,
-    FinishReason,
     GenerateReply,
     GenerateRequest,
     Load,
@@ -157,7 +156,7 @@ class SGLangEngine:
         with self._flights.under_way(request, self._names.of(request.request_id)) as flight:
             await self._until_open(lambda: flight.is_given_up)
             if flight.is_given_up:
-                return _without_tokens()
+                return without_tokens()
             self._check_believed()
             return await self._generate(flight, facts, spans)
 
@@ -276,11 +275,8 @@ class SGLangEngine:
         return reply
 
     async def _until_open(self, is_given_up: Callable[[], bool]) -> None:
-        limit_s = self._deadlines.generate_s
-        with anyio.move_on_after(limit_s) as waiting:
+        with waiting_for_it(self._deadlines.generate_s, self._checks.error):
             await self._pausing.until_open(is_given_up)
-        if waiting.cancelled_caught:
-            raise self._checks.error(f"it stands still for over {limit_s:g} s; resume it, or start it again")
 
     async def _answer(
         self, body: dict[str, object], spans: Callable[[WireSpan], None] | None, facts: Facts
@@ -358,11 +354,3 @@ class SGLangEngine:
     async def _lacks(self, feature: Feature, program_id: ProgramId) -> None:
         del program_id
         self._checks.features([feature], await self._known())
-
-
-def _without_tokens() -> GenerateReply:
-    """Of a request that was given up before the engine had it."""
-    return GenerateReply(
-        token_ids=[], logprobs=[], versions=[], finish_reason=FinishReason.ABORT, cached_tokens=0,
-        prefilled_tokens=0, queue_s=0.0, prefill_s=0.0, decode_s=0.0,
-    )  # fmt: skip

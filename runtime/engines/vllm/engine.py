@@ -23,7 +23,7 @@ import anyio
 import anyio.lowlevel
 
 from sostenuto.errors import EngineError
-from sostenuto.runtime.engines.flights import Flight, Flights
+from sostenuto.runtime.engines.flights import Flight, Flights, waiting_for_it, without_tokens
 from sostenuto.runtime.engines.http import EngineHttp, HttpRefusal
 from sostenuto.runtime.engines.vllm.bodies import Place, engine_ids, generate_body, score_body
 from sostenuto.runtime.engines.vllm.checks import Checks
@@ -39,7 +39,6 @@ from sostenuto.runtime.engines.wire import (
     CommitReply,
     CommitRequest,
     Feature,
-    FinishReason,
     GenerateReply,
     GenerateRequest,
     Load,
@@ -183,7 +182,7 @@ class VllmEngine:
         """Log-probabilities of given tokens; waits its turn, so its deadline is that of `generate`."""
         facts = await self._known()
         self._checks.score(request, facts)
-        await self._pausing.until_open(lambda: False)
+        await self._until_open(lambda: False)
         self._check_believed()
         served = self._version
         body = score_body(request, facts, Place(self._name("score"), self._salt("")))
@@ -246,9 +245,9 @@ class VllmEngine:
         deadline_s = anyio.current_time() + self._deadlines.generate_s
         before_s = self._pausing.paused_s()
         while True:
-            await self._pausing.until_open(lambda: flight.is_given_up)
+            await self._until_open(lambda: flight.is_given_up)
             if flight.is_given_up:
-                return _without_tokens()
+                return without_tokens()
             self._check_believed()
             gathered = Gathered(
                 self._http.where(facts.route), flight.request, self._version, spans, anyio.current_time()
@@ -282,8 +281,15 @@ class VllmEngine:
             raise
 
     async def _is_only_paused(self, flight: Flight) -> bool:
-        facts = await self._known()
-        return facts.server.has_controls and await self._pausing.until_resumed(lambda: flight.is_given_up)
+        was_paused = False
+        if (await self._known()).server.has_controls:
+            with waiting_for_it(self._deadlines.generate_s, self._checks.error):
+                was_paused = await self._pausing.until_resumed(lambda: flight.is_given_up)
+        return was_paused
+
+    async def _until_open(self, is_given_up: Callable[[], bool]) -> None:
+        with waiting_for_it(self._deadlines.generate_s, self._checks.error):
+            await self._pausing.until_open(is_given_up)
 
     async def _abort(self, flight: Flight) -> None:
         """Never with an empty list: that would abort every request."""
@@ -342,11 +348,3 @@ class VllmEngine:
                 f"nothing it samples is believed: {self._updating.doubt}; "
                 "publish a whole version, or start it again"
             )
-
-
-def _without_tokens() -> GenerateReply:
-    """Of a request that was given up before the engine had it."""
-    return GenerateReply(
-        token_ids=[], logprobs=[], versions=[], finish_reason=FinishReason.ABORT, cached_tokens=0,
-        prefilled_tokens=0, queue_s=0.0, prefill_s=0.0, decode_s=0.0,
-    )  # fmt: skip
