@@ -32,11 +32,15 @@ class EngineSettings(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
 
-    speculation: Literal["prompt"] | None = None
+    speculation: Literal["prompt", "draft", "mtp"] | None = None
     """Where guesses at the next tokens come from; they are verified, several in one step.
 
-    prompt: what followed the last tokens when they were in the context before.
+    prompt: what followed the last tokens when they were in the context before; draft: what a smaller
+    model draws; mtp: what the model's own multi-token-prediction layer draws.
     """
+
+    draft_model: Path | None = None
+    """Folder of the smaller model, with the same tokenizer."""
 
     draft_tokens: int = Field(default=8, gt=0, le=64)
     """Guesses for one request in one step, at most."""
@@ -58,6 +62,12 @@ class EngineSettings(Section):
 
     lower_folder: Path | None = None
     """Where that file is; it has no name there.  None: the run directory."""
+
+    @model_validator(mode="after")
+    def _a_draft_model_is_used(self) -> Self:
+        if (self.speculation == "draft") != (self.draft_model is not None):
+            raise ValueError('speculation = "draft" and draft_model belong together; give both, or neither')
+        return self
 
 
 class EngineEntry(Section):

@@ -58,10 +58,15 @@ def make_folder(folder: Path, kind: str = "llama", *, seed: int = 0, **sizes: in
     fields: dict[str, Any] = {**_SIZES, **(_EXPERTS if kind.endswith("moe") else {}), **sizes}
     module = cast("Any", AutoModelForCausalLM).from_config(CONFIGS[kind](**fields))
     module.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One token for each of `CHARACTERS`."""
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, []))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def load(folder: Path) -> embedded_model.Model:

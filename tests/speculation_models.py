@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from engine_models import TOKENIZER_SIZE, Desk, make_core
 from sostenuto.runtime.engines.embedded import attention
+from sostenuto.runtime.engines.embedded.packing import Plan
 from sostenuto.runtime.engines.embedded.speculation.speculator import Source, Speculator
 from sostenuto.runtime.engines.embedded.tensors import use_attention
 from sostenuto.runtime.engines.embedded.turn import Turn
@@ -21,17 +22,32 @@ TEMPERATURE = 0.4
 
 
 def guessing_desk(
-    folder: Path, source: Source, *, kv_tokens: int = 4096, most: int = 4, concurrency: int = 16
+    folder: Path,
+    source: Source,
+    *,
+    kv_tokens: int = 4096,
+    most: int = 4,
+    concurrency: int = 16,
+    lower_tokens: int = 0,
 ) -> Desk:
     """A core that guesses as far as it can in every step: guesses cost nothing."""
     speculator = Speculator(source, most=most, step_s=lambda _: 1.0)
-    return Desk(make_core(folder, kv_tokens=kv_tokens, concurrency=concurrency, speculator=speculator))
+    return Desk(
+        make_core(
+            folder,
+            kv_tokens=kv_tokens,
+            concurrency=concurrency,
+            lower_tokens=lower_tokens,
+            speculator=speculator,
+        )
+    )
 
 
 class Foreseen:
     """Guesses what a request was answered before, with every n-th token wrong."""
 
     name = "prompt"
+    weights = None
 
     def __init__(self, answers: dict[str, list[int]], wrong_every: int = 10**9) -> None:
         self._answers = answers
@@ -52,8 +68,14 @@ class Foreseen:
         for turn, count in chosen:
             turn.drafted = count
 
+    def observe(self, planned: Plan, drawn: Sequence[int]) -> None:
+        """It knows already."""
+
     def forget(self, program_id: str) -> None:
         """It keeps nothing."""
+
+    def clear(self) -> None:
+        """It has no weights."""
 
 
 def guesses(desk: Desk) -> tuple[int, int]:

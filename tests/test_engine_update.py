@@ -184,7 +184,7 @@ def test_a_commit_that_fails_half_way_stops_the_engine_until_a_full_update(
 ):
     start(desk, "a")
     desk.core.weights.stage(manifest)
-    exchange = desk.core.weights._exchange  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    exchange = desk.core.weights.target._exchange  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
     swapped: list[Tensor] = []
 
     def fail_at_the_third(live: Tensor, spare: Tensor) -> None:
@@ -194,7 +194,7 @@ def test_a_commit_that_fails_half_way_stops_the_engine_until_a_full_update(
         exchange(live, spare)
 
     with monkeypatch.context() as patch:
-        patch.setattr(desk.core.weights, "_exchange", fail_at_the_third)
+        patch.setattr(desk.core.weights.target, "_exchange", fail_at_the_third)
         with pytest.raises(Refusal, match="half way"):
             desk.core.commit(CommitRequest(version="0.1"))
     assert isinstance(desk.answers["a"], Refusal)

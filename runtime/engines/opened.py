@@ -105,6 +105,7 @@ async def _launched(engine_id: EngineId, entry: EngineEntry, ground: Ground) -> 
             version=str(ground.version),
             device=entry.device or common.device,
             speculation=common.speculation,
+            draft_model=common.draft_model,
             draft_tokens=common.draft_tokens,
             quantization=common.quantization,
             lower_tokens=common.lower_tokens,

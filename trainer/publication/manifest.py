@@ -4,7 +4,15 @@ The sender (trainer process) writes the tensors into one file that both sides ma
 where it fits; the receiver (engine process) copies, checks and only then reports that it is prepared.
 """
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
+
+DRAFT_PREFIX = "draft."
+"""Of the names of a drafter's tensors."""
+
+Selector = Literal["target", "draft", "all"]
+"""The model's weights, those of what guesses its next tokens, or both."""
 
 
 class TensorEntry(BaseModel):
@@ -30,3 +38,4 @@ class Manifest(BaseModel):
     """File to map; readable until the sender publishes again or ends."""
     nbytes: int = Field(ge=0)
     tensors: tuple[TensorEntry, ...]
+    selector: Selector = "target"

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sostenuto.errors import TrainerError
-from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
+from sostenuto.trainer.publication.manifest import Manifest, Selector, TensorEntry
 from sostenuto.trainer.tensors import as_bytes
 from sostenuto.types import Version
 
@@ -56,8 +56,13 @@ class Sender:
         """Whether it was said that shared memory has no room."""
         self.removed = [path for place in self._directories for path in remove_orphans(place)]
 
-    def publish(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-        """Write all tensors and describe them.  TrainerError names the path and the bytes needed."""
+    def publish(
+        self, version: Version, tensors: Iterable[tuple[str, Tensor]], *, selector: Selector = "target"
+    ) -> Manifest:
+        """Write all tensors and describe them; those of a drafter are named with `DRAFT_PREFIX`.
+
+        TrainerError names the path and the bytes needed.
+        """
         arrays = [(name, tensor, as_bytes(tensor)) for name, tensor in tensors]
         entries: list[TensorEntry] = []
         end = 0
@@ -80,7 +85,9 @@ class Sender:
         chunks = [(entry.offset, raw) for entry, (_, _, raw) in zip(entries, arrays, strict=True)]
         self._writing = path.with_name(path.name + _PART)
         self._published.append(_write(self._writing, path, chunks, end))
-        return Manifest(version=str(version), path=str(path), nbytes=end, tensors=tuple(entries))
+        return Manifest(
+            version=str(version), path=str(path), nbytes=end, tensors=tuple(entries), selector=selector
+        )
 
     def close(self) -> None:
         """Unlink everything this sender has published, or is about to.  Idempotent."""

@@ -102,6 +102,7 @@ class LiveSweep:
                     dtype=self.engine.dtype,
                     device=self.engine.device,
                     speculation=self.engine.speculation,
+                    draft_model=self.engine.draft_model,
                     draft_tokens=self.engine.draft_tokens,
                     lower_tokens=self.engine.lower_tokens,
                     lower_folder=self.engine.lower_folder,

@@ -56,7 +56,8 @@ def _arguments() -> tuple[EmbeddedSettings, bool]:
     parser.add_argument("--quantization", choices=("int8", "fp8", "nvfp4"))
     parser.add_argument("--version", default="0.0")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--speculation", choices=("prompt",))
+    parser.add_argument("--speculation", choices=("prompt", "draft", "mtp"))
+    parser.add_argument("--draft-model", type=Path)
     parser.add_argument("--draft-tokens", type=_positive, default=8)
     parser.add_argument("--lower-tokens", type=int, default=0)
     parser.add_argument("--lower-folder", type=Path, default=None)
@@ -131,18 +132,21 @@ def _core(settings: EmbeddedSettings) -> "Core":
 
     from sostenuto.runtime.engines.embedded.core import Core
     from sostenuto.runtime.engines.embedded.model import load
-    from sostenuto.runtime.engines.embedded.speculation.build import speculator_for
+    from sostenuto.runtime.engines.embedded.speculation.build import check_speculation, drafting_for
 
     torch.set_num_threads(settings.threads)
     version = _version(settings.version)
+    check_speculation(settings)
     model = load(
         settings.model, dtype=settings.dtype, device=settings.device, quantization=settings.quantization
     )
-    _check_memory(settings.kv_tokens, model.shape.token_bytes, settings.device)
+    drafting = drafting_for(model, settings)
+    token_bytes = drafting.model.shape.token_bytes + drafting.token_bytes
+    _check_memory(settings.kv_tokens, token_bytes, settings.device)
     return Core(
-        model, version=version, kv_tokens=settings.kv_tokens, concurrency=settings.concurrency,
-        threads=settings.threads, lower=_lower(settings, model.shape),
-        speculator=speculator_for(model, settings),
+        drafting.model, version=version, kv_tokens=settings.kv_tokens, concurrency=settings.concurrency,
+        threads=settings.threads, lower=_lower(settings, drafting.model.shape),
+        speculator=drafting.speculator(),
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -28,12 +27,13 @@ from sostenuto.runtime.engines.embedded.model import Model
 from sostenuto.runtime.engines.embedded.packing import Plan, plan
 from sostenuto.runtime.engines.embedded.pausing import Paused, Pausing
 from sostenuto.runtime.engines.embedded.pool import Admission, Pool
+from sostenuto.runtime.engines.embedded.publications import publications_of
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.sampling import Drawn, draw_next
 from sostenuto.runtime.engines.embedded.scoring import ScoreJob
 from sostenuto.runtime.engines.embedded.speculation.speculator import Speculator
+from sostenuto.runtime.engines.embedded.standing import Counters, capabilities_of, load_of, speculation_of
 from sostenuto.runtime.engines.embedded.turn import Ending, StopStrings, Turn, tagged
-from sostenuto.runtime.engines.embedded.weights import Weights
 from sostenuto.runtime.engines.wire import (
     Capabilities,
     CommitReply,
@@ -60,16 +60,6 @@ FEATURES = frozenset(
 )  # fmt: skip
 
 
-@dataclass(slots=True)
-class _Counters:
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    updates: int = 0
-    busy_s: float = 0.0
-    pause_s: float = 0.0
-
-
 class Core:
     """Continuous batching over one model."""
 
@@ -78,7 +68,7 @@ class Core:
         lower: LowerTier | None = None, speculator: Speculator | None = None,
     ) -> None:  # fmt: skip
         self._model = model
-        self.weights = Weights(model.module, version, model.quantized)
+        self.weights = publications_of(model, speculator and speculator.source.weights, version)
         self._limit = min(model.context_tokens, kv_tokens)
         self._pool = Pool(
             model.shape, kv_tokens=kv_tokens, widest=self._limit, concurrency=concurrency, lower=lower
@@ -95,7 +85,7 @@ class Core:
         self._waiting: list[Turn] = []
         """By priority, then as they came."""
         self._scores: list[ScoreJob] = []
-        self._counters = _Counters()
+        self._counters = Counters()
 
     @property
     def busy(self) -> bool:
@@ -113,46 +103,14 @@ class Core:
         return (*self._waiting, *self._pool.running)
 
     def capabilities(self) -> Capabilities:
-        model = self._model
-        return Capabilities(
-            model=model.name,
-            architecture=model.architecture,
-            vocabulary_size=model.vocabulary_size,
-            tokenizer_size=model.tokenizer_size,
-            context_tokens=model.context_tokens,
-            kv_tokens=self._pool.kv_tokens,
-            concurrency=self._pool.concurrency,
-            shares_prefixes=False,
-            version=str(self.weights.version),
-            dtype=str(model.shape.dtype).removeprefix("torch."),
-            threads=self._threads,
-            quantization=model.quantization,
-            weight_bytes=model.weight_bytes,
-            features=self._features,
-            lower_tokens=self._lower.tokens if self._lower else 0,
-            lower_tokens_s=self._lower.tokens_s if self._lower else 0.0,
-        )
+        return capabilities_of(
+            self._model, self._pool, self._lower,
+            version=self.weights.version, threads=self._threads, features=self._features,
+        )  # fmt: skip
 
     def load(self) -> Load:
-        counters, kept = self._counters, self._pool.kept
-        return Load(
-            running=len(self._pool.running),
-            waiting=len(self._waiting),
-            used_kv_tokens=self._pool.used,
-            held_kv_tokens=kept.held_tokens,
-            held_programs=len(kept.programs),
-            cached_kv_tokens=kept.idle_tokens,
-            lower_kv_tokens=self._lower.used_tokens if self._lower else 0,
-            lower_programs=len(self._lower.entries) if self._lower else 0,
-            prefilled_tokens=counters.prefilled_tokens,
-            cached_tokens=counters.cached_tokens,
-            generated_tokens=counters.generated_tokens,
-            updates=counters.updates,
-            busy_s=counters.busy_s,
-            pause_s=counters.pause_s,
-            evicted_programs=self._pool.evicted_programs,
-            speculation=self._speculator.load() if self._speculator else None,
-        )
+        told = speculation_of(self._speculator, self.weights)
+        return load_of(self._counters, self._pool, self._lower, waiting=len(self._waiting), speculation=told)
 
     def submit(
         self,
@@ -207,6 +165,8 @@ class Core:
     def release(self, program_id: str) -> None:
         """Give up the KV of a program; idempotent."""
         self._pool.release(program_id)
+        if self._speculator:
+            self._speculator.forget(program_id)
         for turn in self._waiting:
             if turn.request.program_id == program_id:
                 turn.hold = False
@@ -250,26 +210,35 @@ class Core:
         """Swap to the prepared weights; the running and the held go on as the request says."""
         started_s = time.monotonic()
         try:
-            version = self.weights.commit(request.version)
+            swapped = self.weights.commit(request.version)
         except Refusal:
             raise
         except Exception as exc:
             self._fail_everything()
             raise self._broken(f"{self.weights.broken}: {exc}") from exc
-        dropped = self._pool.raise_floor(version) if request.held == "drop" else 0
-        recomputed = self._pool.recompute() if request.running == "recompute" else 0
-        for job in self._scores:
-            job.restart()
+        dropped, recomputed = self._renew(request, swapped.version) if swapped.target else (0, 0)
         pause_s = time.monotonic() - started_s
         if self._speculator:
-            self._speculator.updated()
+            self._speculator.updated(drafter=swapped.drafter)
         self._counters.updates += 1
         if not self._pausing.is_still:  # else it is counted at the end of the pause
             for turn in self._known:
                 turn.pause_s += pause_s
             self._counters.pause_s += pause_s
         return CommitReply(
-            version=str(version), pause_s=pause_s, recomputed_requests=recomputed, dropped_programs=dropped
+            version=str(swapped.version),
+            pause_s=pause_s,
+            recomputed_requests=recomputed,
+            dropped_programs=dropped,
+        )
+
+    def _renew(self, request: CommitRequest, version: Version) -> tuple[int, int]:
+        """Drop and compute anew what the request says; programs dropped, requests recomputed."""
+        for job in self._scores:
+            job.restart()
+        return (
+            self._pool.raise_floor(version) if request.held == "drop" else 0,
+            self._pool.recompute() if request.running == "recompute" else 0,
         )
 
     @torch.no_grad()
@@ -323,11 +292,14 @@ class Core:
             turn.tags = tagged(turn.tags, version, turn.computed)
             turn.computed += count - turn.drafted
         self._counters.prefilled_tokens += sum(chunk.count for chunk in planned.step.chunks)
-        if planned.sampling:
-            self._sample(planned.sampling, logits)
+        self._sample(planned, logits)
 
-    def _sample(self, turns: list[Turn], logits: torch.Tensor) -> None:
-        drawn = iter(draw_next(logits, turns))
+    def _sample(self, planned: Plan, logits: torch.Tensor) -> None:
+        turns = planned.sampling
+        tokens = draw_next(logits, turns) if turns else []
+        if self._speculator:
+            self._speculator.observe(planned, [one.token for one in tokens])
+        drawn = iter(tokens)
         now_s = time.monotonic()
         # All take before one ends: a row that closes up moves with the KV that is known to be right.
         endings = [self._take(turn, list(islice(drawn, turn.drafted + 1)), now_s) for turn in turns]

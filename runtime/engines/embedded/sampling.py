@@ -47,6 +47,12 @@ def draw_next(logits: torch.Tensor, turns: Sequence[Turn]) -> list[Drawn]:
     return [Drawn(token, logprob, top) for token, logprob, top in drawn]
 
 
+def draw_at(logits: torch.Tensor, places: Sequence[tuple[Turn, int]]) -> list[int]:
+    """What the logits (N, V) of a drafter say to follow the tokens of each request before the position."""
+    rows = [turn.row_at(position) for turn, position in places]
+    return as_list(draw(log_probabilities(logits, rows), rows))
+
+
 def draw(logprobs: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """A token of each row of log-probabilities (N, V): (N,)."""
     samplings = [row.sampling for row in rows]

@@ -21,8 +21,10 @@ class EmbeddedSettings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     version: str = "0.0"
     device: str = "cpu"
-    speculation: Literal["prompt"] | None = None
+    speculation: Literal["prompt", "draft", "mtp"] | None = None
     """Where guesses at the next tokens come from."""
+    draft_model: Path | None = None
+    """Folder of the model that drafts."""
     draft_tokens: int = 8
     """Guesses for one request in one step, at most."""
     quantization: Literal["int8", "fp8", "nvfp4"] | None = None
@@ -38,7 +40,8 @@ class EmbeddedSettings:
             "--model": self.model, "--socket": self.socket, "--kv-tokens": self.kv_tokens,
             "--concurrency": self.concurrency, "--threads": self.threads, "--dtype": self.dtype,
             "--version": self.version, "--device": self.device, "--speculation": self.speculation,
-            "--draft-tokens": self.draft_tokens, "--quantization": self.quantization,
+            "--draft-model": self.draft_model, "--draft-tokens": self.draft_tokens,
+            "--quantization": self.quantization,
             "--lower-tokens": self.lower_tokens, "--lower-folder": self.lower_folder or self.socket.parent,
         }  # fmt: skip
         given = {name: value for name, value in pairs.items() if value is not None}

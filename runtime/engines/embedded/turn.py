@@ -157,10 +157,12 @@ class Turn:
     @property
     def rows(self) -> list[Row]:
         """How the token after its context, and after each guess behind it, is drawn."""
-        sampling, prompt_tokens = self.request.sampling, len(self.request.token_ids)
-        ends = range(self.length, self.length + self.drafted + 1)
+        return [self.row_at(end) for end in range(self.length, self.length + self.drafted + 1)]
+
+    def row_at(self, position: int) -> Row:
+        """How the token at `position` is drawn."""
         allowed = None if self.guide is None else self.guide.allowed
-        return [Row(sampling, self.tokens[:end], prompt_tokens, allowed) for end in ends]
+        return Row(self.request.sampling, self.tokens[:position], len(self.request.token_ids), allowed)
 
     @property
     def remaining(self) -> int:

@@ -56,7 +56,7 @@ class Weights:
         """Serve what was staged as version `text`; between two steps, on the engine's thread."""
         version = self._newer(text)
         if self.staged != version:
-            raise _not_prepared(text, self.staged)
+            raise not_prepared(text, self.staged)
         self.broken = f"the update to {version} failed half way"
         for name in (*self._live, *self._quantized):
             for live, spare in zip(self._tensors(name), self._spare[name], strict=True):
@@ -66,7 +66,7 @@ class Weights:
 
     def abandon(self, text: str) -> None:
         """Forget what was staged as version `text`; idempotent."""
-        if self.staged == _parsed(text):
+        if self.staged == parsed(text):
             self.staged = None
 
     def _exchange(self, live: torch.Tensor, spare: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class Weights:
         return tuple(self._live[name].shape), self._live[name].dtype
 
     def _newer(self, text: str) -> Version:
-        version = _parsed(text)
+        version = parsed(text)
         if version <= self.version:
             message = f"version: {version} is not newer than {self.version}, which is served"
             raise Refusal(409, "version", message, "versions never go back; publish a newer one")
@@ -165,7 +165,7 @@ class _mapped:  # noqa: N801 - a context manager, used like a function
         self._map.close()
 
 
-def _parsed(text: str) -> Version:
+def parsed(text: str) -> Version:
     try:
         return Version.parse(text)
     except ValueError as exc:
@@ -176,6 +176,6 @@ def _wrong(tensor: str, what: str) -> Refusal:
     return Refusal(422, "tensor", f"tensor {tensor!r}: {what}", _PUBLISH_AGAIN)
 
 
-def _not_prepared(text: str, staged: Version | None) -> Refusal:
+def not_prepared(text: str, staged: Version | None) -> Refusal:
     message = f"version: {text} is not prepared (prepared: {staged or 'none'})"
     return Refusal(409, "not_prepared", message, "prepare it first")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sostenuto.runtime.engines.embedded.packing import Plan
 from sostenuto.runtime.engines.embedded.turn import Ids, Turn
 
 _SHORTEST = 2
@@ -34,6 +35,7 @@ class PromptLookup:
     """A source of guesses that costs no pass of a model."""
 
     name = "prompt"
+    weights = None
 
     def ready(self, turn: Turn, most: int) -> int:
         """How many tokens it can draft, at most `most`; they are written behind the context."""
@@ -51,5 +53,11 @@ class PromptLookup:
         for turn, count in chosen:
             turn.drafted = count
 
+    def observe(self, planned: Plan, drawn: Sequence[int]) -> None:
+        """The contexts say everything."""
+
     def forget(self, program_id: str) -> None:
         """It keeps nothing."""
+
+    def clear(self) -> None:
+        """It has no weights."""

@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
+from sostenuto.runtime.engines.embedded.packing import Plan
 from sostenuto.runtime.engines.embedded.pool import Pool
 from sostenuto.runtime.engines.embedded.speculation.acceptance import Acceptance
 from sostenuto.runtime.engines.embedded.speculation.lengths import best_lengths
 from sostenuto.runtime.engines.embedded.turn import Turn
 from sostenuto.runtime.engines.wire import Guesses, Speculation
+from sostenuto.types import Version
 
 _PRIOR = 0.6
 _REQUEST_KEPT = 0.97
@@ -24,6 +28,11 @@ class Source(Protocol):
     """Where guesses come from."""
 
     name: str
+
+    @property
+    def weights(self) -> torch.nn.Module | None:
+        """What publications of a drafter change."""
+        ...
 
     def ready(self, turn: Turn, most: int) -> int:
         """How many tokens it can draft for `turn`, at most `most`."""
@@ -37,8 +46,16 @@ class Source(Protocol):
         """Write that many guesses behind each context, or fewer, and set `drafted`."""
         ...
 
+    def observe(self, planned: Plan, drawn: Sequence[int]) -> None:
+        """See a pass of the model and what was drawn from it, before anybody takes it."""
+        ...
+
     def forget(self, program_id: str) -> None:
         """Drop what is kept for a program; idempotent."""
+        ...
+
+    def clear(self) -> None:
+        """Drop what other weights of the drafter computed."""
         ...
 
 
@@ -95,14 +112,26 @@ class Speculator:
             count.drafted += drafted
             count.accepted += accepted
 
-    def updated(self) -> None:
-        """Count from here: target or drafter has other weights now."""
+    def observe(self, planned: Plan, drawn: Sequence[int]) -> None:
+        """See a pass of the model and what was drawn from it, before anybody takes it."""
+        self.source.observe(planned, drawn)
+
+    def forget(self, program_id: str) -> None:
+        """Drop what is kept for a program; idempotent."""
+        self.source.forget(program_id)
+
+    def updated(self, *, drafter: bool) -> None:
+        """Count from here: the model, the drafter or both have other weights now."""
+        if drafter:
+            self.source.clear()
         self._before_update, self._since_update = self._since_update, _Count()
         self._acceptance = Acceptance()
 
-    def load(self) -> Speculation:
+    def load(self, drafter: Version | None) -> Speculation:
+        """`drafter`: the version of its weights."""
         return Speculation(
             source=self.source.name,
+            version=None if drafter is None else str(drafter),
             total=self._total.guesses(),
             since_update=self._since_update.guesses(),
             before_update=self._before_update.guesses(),
