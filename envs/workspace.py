@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Self, overload
 
 from sostenuto.errors import ConfigError, PathError, SandboxError, ToolError
+from sostenuto.sandbox.egress.allowed import AllowList
 from sostenuto.sandbox.protocol import Blueprint, Sandbox, SandboxLimits, ShellResult
 from sostenuto.tools.setup import Setup
 
@@ -131,12 +132,15 @@ class SandboxSpec:
     processes: int = _LIMITS.processes
     file_bytes: int = _LIMITS.file_bytes
     """The largest file that can be written."""
+    network: Sequence[str] = ()
+    """Servers that its programs may reach by HTTP or CONNECT, such as `pypi.org`, `*.example.org` or
+    `10.0.0.5:8080`; a name without a port means 80 and 443.  None: no network at all."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     shell: str = "sh"
     """`sh` or `bash`."""
     setup: Sequence[str] = ()
     """Commands that run once, before the first program: every workspace starts with what they leave in it.
-    They have no network, and the sandbox's own limits."""
+    They have the sandbox's own network and limits."""
     setup_timeout_s: float = 600.0
     """For all of them together."""
     health: str | None = None
@@ -146,6 +150,9 @@ class SandboxSpec:
         for name in ("memory_bytes", "processes", "file_bytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"SandboxSpec: {name} is {getattr(self, name)}; give a positive number")
+        if isinstance(self.network, str):
+            raise ConfigError(f"SandboxSpec: network is one str, {self.network!r}; give a tuple of hosts")
+        AllowList(self.network)
         if isinstance(self.setup, str):
             raise ConfigError(f"SandboxSpec: setup is one str, {self.setup!r}; give a tuple of commands")
         if not 0 < self.setup_timeout_s < inf:
@@ -182,6 +189,7 @@ class SandboxSpec:
             ),
             shell=self.shell,
             image=self.image,
+            network=tuple(self.network),
         )
 
     def to_run(self) -> Setup:

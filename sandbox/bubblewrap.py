@@ -2,7 +2,8 @@
 
 - A normal user gets a user namespace.  Root gets none, but each sandbox a user of its own: it has no
   capabilities and the limit on processes binds it.  Where root cannot do that, it uses a namespace too.
-- Inside there is no network, no other process, a read-only system, a /tmp in memory, and /workspace.
+- Inside there is no network but the way to listed servers (`egress`), no other process, a read-only system,
+  a /tmp in memory, and /workspace.
 - Everything dies with bwrap, and bwrap with this process.
 """
 
@@ -21,11 +22,14 @@ import anyio.to_thread
 
 from sostenuto.errors import SandboxError, Unsupported
 from sostenuto.sandbox import seccomp, system
+from sostenuto.sandbox.checks import check_blueprint
+from sostenuto.sandbox.egress.egress import Egress, with_proxy
 from sostenuto.sandbox.execution import spawner_script
 from sostenuto.sandbox.folders import MARKER, Folder, Origin
 from sostenuto.sandbox.idmapped import Shown
+from sostenuto.sandbox.launch import Launch
 from sostenuto.sandbox.layers import Layers
-from sostenuto.sandbox.local import Launch, LocalSandbox, check_blueprint, start_local
+from sostenuto.sandbox.local import LocalSandbox, start_local
 from sostenuto.sandbox.protocol import Blueprint, Probe, Snapshot
 from sostenuto.sandbox.shell import guard_script
 from sostenuto.sandbox.snapshots import Snapshots
@@ -88,6 +92,7 @@ class BubblewrapBackend:
         self._changes_user = system.sandbox_uid() is not None and shutil.which("setpriv") is not None
         self._snapshots = Snapshots(self._root, self.name)
         self._layers = Layers(maps_owner=self._changes_user)
+        self._egress = Egress()
 
     @property
     def name(self) -> str:
@@ -104,12 +109,15 @@ class BubblewrapBackend:
         return f"{kinds}, seccomp, {limits}"
 
     async def probe(self) -> Probe:
-        probe = await try_out(self, self.isolation, self._remedy)
+        probe = await self._try_out()
         if probe.works or not self._changes_user:
             return await self._with_templates(probe)
         self._changes_user = False
         self._layers = Layers(maps_owner=False)
-        return await self._with_templates(await try_out(self, self.isolation, self._remedy))
+        return await self._with_templates(await self._try_out())
+
+    async def _try_out(self) -> Probe:
+        return await try_out(self, self.isolation, self._remedy, LocalSandbox.describe_network)
 
     async def _with_templates(self, probe: Probe) -> Probe:
         """What was seen, and whether templates are mounted or have to be copied."""
@@ -166,8 +174,8 @@ class BubblewrapBackend:
     async def _start(self, name: str, blueprint: Blueprint, origin: Origin) -> LocalSandbox:
         uid = system.sandbox_uid() if self._changes_user else None
         folder = Folder.create(self._root, name, self.name, uid=uid)
-        plan = partial(_plan, blueprint, origin)
-        return await start_local(folder, name, blueprint, origin, self._snapshots, plan)
+        plan = partial(_plan, with_proxy(blueprint), origin)
+        return await start_local(folder, name, blueprint, origin, self._snapshots, plan, self._egress)
 
     async def forget(self, snapshot: Snapshot) -> None:
         await anyio.to_thread.run_sync(self._snapshots.forget, snapshot)

@@ -16,8 +16,10 @@ from landlockpy import AccessFS, Ruleset, Scope
 
 from sostenuto.errors import SandboxError, Unsupported
 from sostenuto.sandbox import seccomp, system
+from sostenuto.sandbox.checks import check_blueprint, check_no_network
 from sostenuto.sandbox.folders import Folder
-from sostenuto.sandbox.local import Launch, LocalSandbox, check_blueprint, start_local
+from sostenuto.sandbox.launch import Launch
+from sostenuto.sandbox.local import LocalSandbox, start_local
 from sostenuto.sandbox.protocol import Blueprint, Probe, Snapshot
 from sostenuto.sandbox.snapshots import Snapshots
 from sostenuto.sandbox.supervised import Confinement, supervised_launch
@@ -64,6 +66,7 @@ class LandlockBackend:
         self, name: str, blueprint: Blueprint, *, snapshot: Snapshot | None = None
     ) -> LocalSandbox:
         check_blueprint(name, blueprint)
+        check_no_network(name, blueprint)
         origin = self._snapshots.origin(blueprint, snapshot)
         _check_abi()
         uid = system.sandbox_uid()

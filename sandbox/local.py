@@ -6,26 +6,26 @@
 """
 
 import os
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import IO, Any
 
 import anyio
 import anyio.to_thread
 
-from sostenuto.errors import ConfigError, SandboxError
+from sostenuto.errors import SandboxError
 from sostenuto.sandbox import archives, idmapped, processes, usage, workspace
 from sostenuto.sandbox.channel import Channel
+from sostenuto.sandbox.egress.egress import Door, Egress, describe_network
 from sostenuto.sandbox.execution import Spawner
 from sostenuto.sandbox.folders import MARKER, Folder, Origin, end_marked
 from sostenuto.sandbox.grouping import Grouping
+from sostenuto.sandbox.launch import Launch
 from sostenuto.sandbox.protocol import Blueprint, SandboxUsage, ShellResult, Snapshot
-from sostenuto.sandbox.shell import SHELLS, PersistentShell
+from sostenuto.sandbox.shell import PersistentShell
 from sostenuto.sandbox.snapshots import Snapshots
 
 _INLINE_BYTES = 1 << 18
@@ -33,25 +33,6 @@ _INLINE_BYTES = 1 << 18
 _END_S = 5.0
 _UNPACKED_FILES = 4
 """An archive may hold as much as this many of the largest files, and no more than half of what is free."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How to start the launcher of one sandbox."""
-
-    argv: list[str]
-    environment: dict[str, str]
-    """All variables of the launcher; not on its command line, which others may read."""
-    end_signal: signal.Signals
-    """SIGKILL when the kernel then ends everything inside, SIGTERM when the launcher does."""
-    pipes: str
-    """Where the sandbox sees the pipes of `execution`."""
-    workspace: str
-    """Where it sees its workspace."""
-    descriptors: tuple[int, ...] = field(default=())
-    """Passed on to the launcher and closed here once it runs."""
-    shown: tuple[idmapped.Shown, ...] = field(default=())
-    """What the launcher is to find at other places and under another owner."""
 
 
 class LocalSandbox:
@@ -74,6 +55,8 @@ class LocalSandbox:
         self._pidfds: list[int] = []
         """pidfds of the launcher and its children: readable when the whole sandbox is dead."""
         self._shell: PersistentShell | None = None
+        self._network = blueprint.network
+        self._door: Door | None = None
         self._paused = False
         self._standing = anyio.Lock()
         """Held by whoever makes it stand still, or go on."""
@@ -148,6 +131,15 @@ class LocalSandbox:
             await anyio.to_thread.run_sync(idmapped.withdraw, self._launch.shown)
         self._at_rest = self._tasks()
 
+    async def open_network(self, egress: Egress) -> None:
+        """Let it reach what its blueprint lists."""
+        if self._network:
+            self._door = await egress.open(self._running().host_pid(), None, self._network)
+
+    async def describe_network(self) -> dict[str, str]:
+        """What could be opened to it, for people."""
+        return {"network": await describe_network(self._running().host_pid())}
+
     async def shell(self, command: str, *, timeout_s: float, output_bytes: int = 65536) -> ShellResult:
         self._check_awake()
         return await self._counted(self._running().run(command, timeout_s, output_bytes))
@@ -177,6 +169,8 @@ class LocalSandbox:
     def _check_awake(self) -> None:
         if self._paused:
             raise SandboxError(f"sandbox {self._name!r} is paused; resume it first")
+        if self._door is not None:
+            self._door.check()
 
     def _running(self) -> PersistentShell:
         launcher = self._launcher
@@ -352,24 +346,13 @@ class LocalSandbox:
             except subprocess.TimeoutExpired:
                 processes.end_tree(self._launcher.pid)
                 self._launcher.wait(_END_S)
+        if self._door is not None:
+            self._door.close()
         handles, self._pidfds = self._pidfds, []
         processes.await_death(handles)
         self._channel.close()
         self._spawner.close()
         self._folder.leave()
-
-
-def check_blueprint(name: str, blueprint: Blueprint) -> None:
-    """Raise ConfigError or SandboxError for what no backend could start."""
-    if blueprint.shell not in SHELLS:
-        raise ConfigError(f"sandbox {name!r}: shell {blueprint.shell!r}; known: {', '.join(SHELLS)}")
-    if blueprint.image is not None:
-        raise ConfigError(f"sandbox {name!r}: image {blueprint.image!r}; only backend 'docker' has images")
-    for variable, value in blueprint.environment.items():
-        if not variable.isidentifier() or "\0" in value:
-            raise ConfigError(f"sandbox {name!r}: {variable!r} cannot be an environment variable")
-    if blueprint.template is not None and not Path(blueprint.template).is_dir():
-        raise SandboxError(f"sandbox {name!r}: template {blueprint.template!r} is not a folder")
 
 
 async def start_local(
@@ -379,6 +362,7 @@ async def start_local(
     origin: Origin,
     snapshots: Snapshots,
     plan: Callable[[Folder], Launch],
+    egress: Egress | None = None,
 ) -> LocalSandbox:
     """Fill the folder, launch, wait for the shell; on any failure nothing is left, the folder included."""
     sandbox: LocalSandbox | None = None
@@ -388,6 +372,8 @@ async def start_local(
         await sandbox.fill()
         await sandbox.launch(plan(folder))
         await sandbox.start_shell()
+        if egress is not None:
+            await sandbox.open_network(egress)
     except BaseException:
         if sandbox is not None:
             sandbox.end_now()

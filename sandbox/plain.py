@@ -10,8 +10,10 @@ from pathlib import Path
 import anyio.to_thread
 
 from sostenuto.errors import Unsupported
+from sostenuto.sandbox.checks import check_blueprint, check_no_network
 from sostenuto.sandbox.folders import Folder
-from sostenuto.sandbox.local import Launch, LocalSandbox, check_blueprint, start_local
+from sostenuto.sandbox.launch import Launch
+from sostenuto.sandbox.local import LocalSandbox, start_local
 from sostenuto.sandbox.protocol import Blueprint, Probe, Snapshot
 from sostenuto.sandbox.snapshots import Snapshots
 from sostenuto.sandbox.supervised import Confinement, supervised_launch
@@ -39,6 +41,7 @@ class ProcessBackend:
         self, name: str, blueprint: Blueprint, *, snapshot: Snapshot | None = None
     ) -> LocalSandbox:
         check_blueprint(name, blueprint)
+        check_no_network(name, blueprint)
         origin = self._snapshots.origin(blueprint, snapshot)
         folder = Folder.create(self._root, name, self.name, own_tmp=True)
         return await start_local(folder, name, blueprint, origin, self._snapshots, partial(_plan, blueprint))

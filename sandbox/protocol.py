@@ -1,7 +1,7 @@
 """What a sandbox is to everyone above it.
 
-A sandbox belongs to one program.  It has a workspace, one persistent shell, no network, and
-ends with its owner: `stop` is idempotent and leaves no process, mount or file behind.
+A sandbox belongs to one program.  It has a workspace, one persistent shell, no network but to servers that
+it lists, and ends with its owner: `stop` is idempotent and leaves no process, mount or file behind.
 """
 
 from collections.abc import Sequence
@@ -42,6 +42,8 @@ class Blueprint:
     """`sh` or `bash`.  After a deadline `sh` keeps its directory and variables; `bash` starts afresh."""
     image: str | None = None
     """What the file system of a container is; None: the backend's default.  Others than docker have none."""
+    network: tuple[str, ...] = ()
+    """Servers that it may reach, see `egress.allowed`; none: no network at all."""
 
 
 @dataclass(frozen=True, slots=True)

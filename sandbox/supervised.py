@@ -9,7 +9,7 @@ from pathlib import Path
 from sostenuto.sandbox import processes, system
 from sostenuto.sandbox.execution import spawner_script
 from sostenuto.sandbox.folders import Folder
-from sostenuto.sandbox.local import Launch
+from sostenuto.sandbox.launch import Launch
 from sostenuto.sandbox.protocol import Blueprint
 from sostenuto.sandbox.shell import guard_script
 

@@ -16,10 +16,12 @@ SETTINGS = tuple(
     f"/etc/{name}"
     for name in (
         "alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld-musl-x86_64.path", "localtime",
-        "mime.types", "python3", "python3.11", "python3.12", "python3.13", "python3.14", "ssl/openssl.cnf",
+        "mime.types", "python3", "python3.11", "python3.12", "python3.13", "python3.14", "ssl/certs",
+        "ssl/openssl.cnf",
     )
 )  # fmt: skip
-"""What programs read to find libraries, times and their own settings.  No users, no hosts, no keys."""
+"""What programs read to find libraries, times, certificates of authorities and their own settings.  No users,
+no hosts, no keys."""
 DEVICES = ("/dev/full", "/dev/null", "/dev/random", "/dev/urandom", "/dev/zero")
 _FIRST_UID, _UIDS = 61184, 4336
 """The range that systemd, too, draws its transient users from."""

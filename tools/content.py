@@ -57,6 +57,7 @@ class Kinds:
             blueprint.limits,
             blueprint.shell,
             blueprint.image,
+            blueprint.network,
             setup.commands,
             setup.timeout_s,
         )

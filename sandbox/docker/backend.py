@@ -1,7 +1,8 @@
 """Backend `docker`: containers of a Docker or Podman daemon that listens on a Unix socket.
 
 - Each has a user of its own without capabilities, who can write in /workspace and in a /tmp in memory and
-  nowhere else; no network; memory, processes and cores bounded by cgroups.
+  nowhere else; no network but the way to listed servers (`egress`); memory, processes and cores bounded by
+  cgroups.
 - A container ends and is removed when its owner's connection does.  What an owner left all the same, such
   as a paused one, is removed by the next process that uses the same root.
 - Control goes through the `docker` SDK in threads, traffic through an attached stream.
@@ -16,6 +17,7 @@ from pathlib import Path
 import anyio
 
 from sostenuto.errors import SostenutoError, Unsupported
+from sostenuto.sandbox.checks import check_blueprint
 from sostenuto.sandbox.docker import inside
 from sostenuto.sandbox.docker.address import find_socket
 from sostenuto.sandbox.docker.calls import Calls
@@ -24,7 +26,7 @@ from sostenuto.sandbox.docker.images import Images, Wanted
 from sostenuto.sandbox.docker.inside import WORKSPACE
 from sostenuto.sandbox.docker.labels import labels_of, reclaim_containers, remove_own_images
 from sostenuto.sandbox.docker.typed import ContainerPlan, Daemon, Missing
-from sostenuto.sandbox.local import check_blueprint
+from sostenuto.sandbox.egress.egress import Egress, with_proxy
 from sostenuto.sandbox.protocol import Blueprint, Probe, SandboxLimits, Snapshot
 from sostenuto.sandbox.trial import try_out
 
@@ -61,6 +63,7 @@ class DockerBackend:
         self._starts = anyio.CapacityLimiter(self._settings.starts)
         self._opening = anyio.Lock()
         self._ground: Ground | None = None
+        self._egress = Egress()
 
     @property
     def name(self) -> str:
@@ -80,7 +83,7 @@ class DockerBackend:
         except (SostenutoError, TimeoutError) as exc:
             said = str(exc) or f"no answer within {_PROBE_S:.0f} s"
             return Probe(self.name, False, self.isolation, _remedy(said), {"error": said})
-        probe = await try_out(self, self.isolation, _remedy)
+        probe = await try_out(self, self.isolation, _remedy, DockerSandbox.describe_network)
         if not probe.works:
             return probe
         limits = {"limits": "memory, processes and cores, by the daemon's cgroups"}
@@ -101,29 +104,32 @@ class DockerBackend:
         self, name: str, blueprint: Blueprint, *, snapshot: Snapshot | None = None
     ) -> DockerSandbox:
         check_blueprint(name, replace(blueprint, image=None))
+        blueprint = with_proxy(blueprint)
         ground = await self._open()
         async with self._starts:
             if snapshot is not None:
                 ground.images.check(snapshot)
                 plan = self._plan(name, blueprint, snapshot.reference)
-                return await self._start(ground, name, plan, {})
+                return await self._start(ground, name, plan, replace(blueprint, files={}))
             image = await ground.images.prepare(self._wanted(blueprint))
             try:
-                return await self._start(ground, name, self._plan(name, blueprint, image), blueprint.files)
+                return await self._start(ground, name, self._plan(name, blueprint, image), blueprint)
             except Missing:  # somebody has removed the image
                 ground.images.doubt()
                 image = await ground.images.prepare(self._wanted(blueprint))
-                return await self._start(ground, name, self._plan(name, blueprint, image), blueprint.files)
+                return await self._start(ground, name, self._plan(name, blueprint, image), blueprint)
 
     async def _start(
-        self, ground: Ground, name: str, plan: ContainerPlan, files: dict[str, bytes]
+        self, ground: Ground, name: str, plan: ContainerPlan, blueprint: Blueprint
     ) -> DockerSandbox:
-        launch = self._calls.begin(partial(_launch, ground, plan, files))
+        launch = self._calls.begin(partial(_launch, ground, plan, blueprint.files))
         try:
             container = await self._calls.wait(launch, _START_S)
             sandbox = DockerSandbox(ground, name, container, plan)
             try:
                 await sandbox.open()
+                if blueprint.network:
+                    await sandbox.open_network(self._egress, blueprint.network)
             except BaseException:
                 sandbox.end_soon()
                 raise

@@ -20,6 +20,7 @@ from sostenuto.sandbox.docker.stream import Stream
 from sostenuto.sandbox.docker.tars import Packer
 from sostenuto.sandbox.docker.typed import Conflict, ContainerPlan, Daemon
 from sostenuto.sandbox.docker.wire import Wire
+from sostenuto.sandbox.egress.egress import Door, Egress, describe_network
 from sostenuto.sandbox.protocol import SandboxUsage, ShellResult, Snapshot
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class DockerSandbox:
         self._shell = ContainerShell(self._stream, self._awake)
         self._changing = anyio.Lock()
         """Held while it is paused, resumed or committed, and while it must not be."""
+        self._door: Door | None = None
         self._paused = False
         self._peak_bytes = 0
         self._at_rest = 0
@@ -66,6 +68,20 @@ class DockerSandbox:
         await self._wire.upgrade(target, {})
         await self._shell.start()
         self._at_rest = await self._tasks() or 0
+
+    async def open_network(self, egress: Egress, network: tuple[str, ...]) -> None:
+        """Let it reach the servers of the list."""
+        self._door = await egress.open(*await self._network_of(), network)
+
+    async def describe_network(self) -> dict[str, str]:
+        """What could be opened to it, for people."""
+        return {"network": await describe_network(*await self._network_of())}
+
+    async def _network_of(self) -> tuple[int, str]:
+        """A process in its network, as the daemon counts, and what it calls that network itself."""
+        pid = await self._ground.calls.run(partial(self._ground.daemon.main_pid, self._container))
+        seen = await self._shell.run("readlink /proc/self/ns/net", _COUNT_S, 64)
+        return pid, seen.output.strip()
 
     async def _tasks(self) -> int | None:
         """Processes inside, the one that counts them among them; None: they could not be counted."""
@@ -101,6 +117,8 @@ class DockerSandbox:
         self._check_there()
         if self._paused:
             raise SandboxError(f"sandbox {self.name!r} is paused; resume it first")
+        if self._door is not None:
+            self._door.check()
 
     def _check_there(self) -> None:
         if self._removal is not None or self._stream.ended:
@@ -198,6 +216,8 @@ class DockerSandbox:
         if self._removal is None or failed:
             self._removal = self._ground.calls.begin(partial(remove_of, self._ground, self._container))
         self._stream.close()
+        if self._door is not None:
+            self._door.close()
         return self._removal
 
 

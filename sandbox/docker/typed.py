@@ -164,6 +164,11 @@ class Daemon:
             return False
         return True
 
+    def main_pid(self, container: str) -> int:
+        """Of its first process, as the daemon counts."""
+        with _errors(f"inspect {container}"):
+            return int(self._client.inspect_container(container)["State"]["Pid"])
+
     def containers(self, label: str) -> list[Found]:
         """Those that have the label (NAME or NAME=VALUE), in any state."""
         with _errors("list containers"):
