@@ -34,6 +34,7 @@ class MemoryV1:
     def __init__(self, tree: Tree, path: Path) -> None:
         self._tree = tree
         self._path = path
+        self._kills = path / "memory.oom_control"
 
     def limit(self, limit_bytes: int) -> None:
         self._tree.write(self._path / "memory.limit_in_bytes", str(limit_bytes))
@@ -47,7 +48,7 @@ class MemoryV1:
         return int(self._tree.read(self._path / "memory.max_usage_in_bytes"))
 
     def kills(self) -> int:
-        return _field(self._tree.read(self._path / "memory.oom_control"), "oom_kill")
+        return _field(self._tree.read(self._kills), "oom_kill")
 
     def move_out(self) -> None:
         self._tree.write(self._path / "memory.force_empty", "0")
@@ -60,6 +61,7 @@ class MemoryV2:
     def __init__(self, tree: Tree, path: Path) -> None:
         self._tree = tree
         self._path = path
+        self._kills = path / "memory.events"
         self._limit_bytes = 0
         self._peak_bytes = 0
 
@@ -83,7 +85,7 @@ class MemoryV2:
         return self._peak_bytes
 
     def kills(self) -> int:
-        return _field(self._tree.read(self._path / "memory.events"), "oom_kill")
+        return _field(self._tree.read(self._kills), "oom_kill")
 
     def move_out(self) -> None:
         self._swap(str(self._limit_bytes))

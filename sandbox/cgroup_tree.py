@@ -24,6 +24,7 @@ WANTED = frozenset({"cpu", "cpuacct", "memory", "pids"})
 _NAME = re.compile(r"sostenuto\.(\d+)\.(\d+)\.(\d+)\.[0-9a-f]{16}")
 _ENTER = 'while [ "$1" != -- ]; do echo 0 >"$1/cgroup.procs" || exit; shift; done; shift; exec "$@"'
 _TRIAL_S = 10
+_CHUNK_BYTES = 1 << 16
 
 
 class Tree:
@@ -43,8 +44,11 @@ class Tree:
         path.rmdir()
 
     def read(self, path: Path) -> str:
-        with path.open("rb", buffering=0) as file:  # before and after each command: the fastest way
-            return file.read().decode()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # after each command: the fastest way
+        try:
+            return b"".join(iter(lambda: os.read(fd, _CHUNK_BYTES), b"")).decode()
+        finally:
+            os.close(fd)
 
     def write(self, path: Path, text: str) -> None:
         # In one call and without O_CREAT or O_TRUNC: a kernel that lacks the file says so.

@@ -93,7 +93,7 @@ class PersistentShell:
         """Whether a shell was asked for and has not yet said that it is ready."""
         self._strays: deque[str] = deque(maxlen=10)
         """Status lines that nobody waited for: a launcher that gives up says why."""
-        self._turn = anyio.Lock()
+        self._turn = anyio.Lock(fast_acquire=True)
         self._unfinished_since: int | None = None
         """Start of a command that may still be running, in clock ticks."""
         self._idle_since = 0
@@ -151,7 +151,7 @@ class PersistentShell:
                 self._unfinished_since = None
         finally:
             if self._unfinished_since is not None and not self._channel.ended:
-                await self._recover(sink)
+                await self._recover_twice(sink)
         if self._channel.ended:
             raise SandboxError("the sandbox has ended")
         self._idle_since = processes.now_ticks()
@@ -176,6 +176,14 @@ class PersistentShell:
             if word in {wanted, self._exit} and value.isdigit():
                 return word, value
             self._strays.append(f"{word} {value}".strip())
+
+    async def _recover_twice(self, sink: HeadTail) -> None:
+        """`_recover`, also in a task that is cancelled by itself: that is said once and knows no shield."""
+        try:
+            await self._recover(sink)
+        except anyio.get_cancelled_exc_class():
+            await self._recover(sink)
+            raise
 
     async def _recover(self, sink: HeadTail) -> None:
         with anyio.move_on_after(2 * _REPLY_S, shield=True) as scope:

@@ -1,5 +1,6 @@
 """The persistent shell, through real sandboxes."""
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -150,6 +151,18 @@ async def test_a_cancelled_command_is_ended_and_the_shell_stays(kind: str):
         with anyio.move_on_after(0.2):
             await sandbox.shell("sleep 1000; touch late", timeout_s=20)
         assert await output_of(sandbox, "echo $X; ls") == "kept"
+
+
+async def test_a_task_cancelled_while_it_ends_a_late_command_ends_it_all_the_same():
+    async with running("bubblewrap") as (sandbox, _):
+        stubborn = "trap '' USR1; while :; do sleep 0.01; done"
+        async with asyncio.TaskGroup() as group:
+            late = group.create_task(sandbox.shell(stubborn, timeout_s=0.1))
+            await anyio.sleep(0.3)  # it takes half a second to give up on such a shell
+            late.cancel()
+        for _ in range(10):
+            assert await sandbox.is_quiet()
+            await anyio.sleep(0.005)
 
 
 @each_backend

@@ -246,20 +246,57 @@ async def test_a_lease_that_runs_out_ends_a_running_prepare_and_a_running_call()
         served.assert_nothing_left()
 
 
-async def test_a_shell_ends_with_its_client_and_with_its_program():
+@pytest.mark.parametrize("own_task", [True, False])
+async def test_a_shell_ends_with_its_client_and_with_its_program(own_task: bool):
     async with serving() as served:
         await served.programs.prepare(A, preparing())
+        run = served.programs.in_sandbox if own_task else served.programs.run_command
 
         async def shell() -> None:
             with pytest.raises(Refused, match="was released before"):
-                await served.programs.in_sandbox(A, lambda box: box.shell("sleep 500", timeout_s=900))
+                await run(A, lambda box: box.shell("sleep 500", timeout_s=900))
 
         with anyio.move_on_after(1):
-            await served.programs.in_sandbox(A, lambda box: box.shell("sleep 500", timeout_s=900))
+            await run(A, lambda box: box.shell("sleep 500", timeout_s=900))
         async with anyio.create_task_group() as group:
             group.start_soon(shell)
             await anyio.sleep(1)
             await served.programs.release(A)
+
+
+async def test_what_breaks_in_a_command_of_the_shell_is_the_sandbox_s_fault():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing())
+
+        async def broken(_: object) -> None:
+            raise ValueError("no such thing")
+
+        with pytest.raises(SandboxError, match="using the sandbox: ValueError: no such thing"):
+            await served.programs.run_command(A, broken)
+
+
+async def test_a_sandbox_is_given_back_when_its_commands_have_ended_what_they_began():
+    async with serving() as served:
+        await served.programs.prepare(A, preparing())
+        left: list[int] = []
+
+        async def slow_to_end(_: object) -> None:
+            try:
+                await anyio.sleep(900)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(5)
+                left.append(len(served.backend.live))
+
+        async def command() -> None:
+            with pytest.raises(Refused, match="was released before"):
+                await served.programs.run_command(A, slow_to_end)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(command)
+            await anyio.sleep(1)
+            await served.programs.release(A)
+        assert left == [1]
 
 
 async def test_a_table_that_closes_admits_nothing_more():

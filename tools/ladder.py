@@ -51,7 +51,6 @@ class Ladder:
     _sandbox: Sandbox | None
     _rung: SandboxRung = SandboxRung.RUNNING
     _resting: _Resting | None = None
-    # Each use takes it: one that is free costs no turn of the loop.
     _moving: anyio.Lock = field(default_factory=lambda: anyio.Lock(fast_acquire=True))
     _users: int = 0
     _stopped: bool = False
@@ -125,9 +124,10 @@ class Ladder:
     @asynccontextmanager
     async def _used(self) -> AsyncGenerator[Sandbox]:
         """Running, and staying so, within the block."""
-        async with self._moving:
-            await self._come_back()
-            self._users += 1
+        if self._rung is not SandboxRung.RUNNING or self._moving.locked():
+            async with self._moving:
+                await self._come_back()
+        self._users += 1
         try:
             yield self._awake()
         finally:

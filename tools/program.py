@@ -10,7 +10,7 @@ from typing import TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from sostenuto.errors import SandboxError, SostenutoError
+from sostenuto.errors import SandboxError, SostenutoError, boundary
 from sostenuto.tools.bounded import bounded, outcome_of
 from sostenuto.tools.host import Host
 from sostenuto.tools.ladder import Ladder
@@ -55,6 +55,8 @@ class Program:
     prepared: Pending[Prepared] = field(default_factory=Pending[Prepared])
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     tasks: TaskGroup | None = None
+    commands: dict[anyio.CancelScope, None] = field(default_factory=dict[anyio.CancelScope, None])
+    """Those of the shell that run in the tasks of who asked for them."""
     ended: anyio.Event = field(default_factory=anyio.Event)
 
     def move(self, event: Event) -> None:
@@ -64,6 +66,8 @@ class Program:
         """Cancel all that runs for the program; its own task then gives back what it holds."""
         self.move(Event.RELEASE)
         self.scope.cancel()
+        for scope in self.commands:
+            scope.cancel()
 
     @contextmanager
     def busy(self, what: str) -> Generator[None]:
@@ -108,10 +112,9 @@ class Program:
 
     async def use_sandbox(self, use: Callable[[Ladder], Awaitable[T]], what: str) -> T:
         """What `use` returns; it is cancelled with the one who asked and with the program."""
-        if self.sandbox is None or self.tasks is None or self.phase is Phase.RELEASING:
-            raise Refused(f"program {self.id}, {self.phase}, has no sandbox to use", status=409)
+        tasks, sandbox = self._living()
         pending, scope = Pending[T](), anyio.CancelScope()
-        self.tasks.start_soon(self._settle, pending, scope, partial(use, self.sandbox))
+        tasks.start_soon(self._settle, pending, scope, partial(use, sandbox))
         try:
             with self.busy(what):
                 return await pending.wait()
@@ -131,6 +134,31 @@ class Program:
                 )
         finally:
             pending.settle(outcome)
+
+    async def run_command(self, run: Callable[[Ladder], Awaitable[T]], what: str) -> T:
+        """`use_sandbox` without a task of its own, which would take as long as a short command does.
+
+        For what bears a task's own cancellation, from which no scope shields it.
+        """
+        _, sandbox = self._living()
+        with anyio.CancelScope() as scope:
+            self.commands[scope] = None
+            try:
+                with self.busy(what), boundary(SandboxError, "using the sandbox"):
+                    return await run(sandbox)
+            finally:
+                del self.commands[scope]
+        raise self.released_error()
+
+    async def commands_end(self) -> None:
+        """Return when no command runs any more; they have been cancelled."""
+        while self.commands:  # noqa: ASYNC110 - rare, and over within a few turns of the loop
+            await anyio.sleep(0.001)
+
+    def _living(self) -> tuple[TaskGroup, Ladder]:
+        if self.sandbox is None or self.tasks is None or self.phase is Phase.RELEASING:
+            raise Refused(f"program {self.id}, {self.phase}, has no sandbox to use", status=409)
+        return self.tasks, self.sandbox
 
     async def outlive(self) -> None:
         """Return when the program has lived too long."""

@@ -10,7 +10,7 @@
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from math import inf, isfinite
@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup
 
 from sostenuto.errors import EnvironmentFailure, SostenutoError, ToolServerError
 from sostenuto.sandbox.protocol import Backend
+from sostenuto.tools.books import COUNTERS, Books
 from sostenuto.tools.bounded import bounded, outcome_of, value_of
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.edge import Edge
@@ -55,20 +56,6 @@ from sostenuto.types import ProgramId, ToolResult
 T = TypeVar("T")
 log = getLogger(__name__)
 
-COUNTERS = (
-    "prepared",
-    "prepare_failures",
-    "calls",
-    "scores",
-    "repeated_ids",
-    "released",
-    "expired_leases",
-    "expired_programs",
-    "outlived_programs",
-    "fenced_programs",
-    "unknown_outcomes",
-)
-
 
 @asynccontextmanager
 async def open_programs(
@@ -94,15 +81,6 @@ async def open_programs(
             with anyio.CancelScope(shield=True):
                 await programs.close()
             group.cancel_scope.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class Books:
-    """Where it is written what leaves, what stays and what is counted."""
-
-    edge: Edge
-    journal: Journal
-    metrics: Metrics
 
 
 class Programs:
@@ -183,6 +161,10 @@ class Programs:
     ) -> T:
         """What `use` returns; it is cancelled with the one who asked and with the program."""
         return await self._living(self._find(program_id)).use_sandbox(use, what)
+
+    async def run_command(self, program_id: ProgramId, run: Callable[[Ladder], Awaitable[T]]) -> T:
+        """`in_sandbox` for a command of its shell."""
+        return await self._living(self._find(program_id)).run_command(run, "using its sandbox")
 
     def heartbeat(self, owner: str, lease_s: float) -> None:
         """Renew the lease that all programs of the owner live by."""
@@ -306,8 +288,9 @@ class Programs:
 
     async def _end(self, program: Program) -> None:
         """Give back what the program holds; its environment first, which may still use the sandbox."""
-        program.move(Event.RELEASE)
+        program.release()
         with anyio.CancelScope(shield=True):
+            await program.commands_end()
             if program.host is not None:
                 what = f"closing the environment of {program.id}"
                 await self._teardown.give_back(what, partial(program.host.release, program.id))

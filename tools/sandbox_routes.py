@@ -4,12 +4,10 @@ What is asked for ends when the one who asked goes away.  An archive passes thro
 that its size is a matter of disk and never of memory, and a slow client holds nothing else.
 """
 
-from collections.abc import Awaitable, Callable
-
 from aiohttp import web
 
 from sostenuto.errors import ConfigError
-from sostenuto.sandbox.protocol import Sandbox, ShellResult
+from sostenuto.sandbox.protocol import ShellResult
 from sostenuto.tools.archived import Spool, masked, open_spool, pieces_of
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.edge import Edge
@@ -42,29 +40,30 @@ class SandboxRoutes:
 
     async def _shell(self, request: web.Request) -> web.Response:
         body = await body_of(request, ShellRequest)
-        return await self._ran(
-            request,
-            lambda sandbox: sandbox.shell(
-                body.command, timeout_s=body.timeout_s, output_bytes=body.output_bytes
-            ),
+        return self._ran(
+            await self._programs.run_command(
+                program_id_of(request),
+                lambda sandbox: sandbox.shell(
+                    body.command, timeout_s=body.timeout_s, output_bytes=body.output_bytes
+                ),
+            )
         )
 
     async def _exec(self, request: web.Request) -> web.Response:
         body = await body_of(request, ExecRequest)
-        return await self._ran(
-            request,
-            lambda sandbox: sandbox.exec(
-                body.argv,
-                stdin=body.stdin.encode(),
-                timeout_s=body.timeout_s,
-                output_bytes=body.output_bytes,
-            ),
+        return self._ran(
+            await self._programs.in_sandbox(
+                program_id_of(request),
+                lambda sandbox: sandbox.exec(
+                    body.argv,
+                    stdin=body.stdin.encode(),
+                    timeout_s=body.timeout_s,
+                    output_bytes=body.output_bytes,
+                ),
+            )
         )
 
-    async def _ran(
-        self, request: web.Request, run: Callable[[Sandbox], Awaitable[ShellResult]]
-    ) -> web.Response:
-        result = await self._programs.in_sandbox(program_id_of(request), run)
+    def _ran(self, result: ShellResult) -> web.Response:
         reply = ShellReply(
             exit_code=result.exit_code,
             output=self._edge.text(result.output),

@@ -126,12 +126,13 @@ class Routes:
         application = web.Application(client_max_size=self._body_bytes, middlewares=[self._answered])
         application.add_routes(
             [
-                web.post(f"{program}/prepare", self._prepare),
+                # The most frequent first: they are looked through in this order.
                 web.post(f"{program}/call", self._call),
+                *self._sandboxes.routes(program),
+                web.post(f"{program}/prepare", self._prepare),
                 web.post(f"{program}/reward", self._reward),
                 web.post(f"{program}/release", self._release),
                 web.post(f"{program}/rung", self._rung),
-                *self._sandboxes.routes(program),
                 web.post("/v1/owners/{owner}/heartbeat", self._heartbeat),
                 web.get("/v1/state", self._state),
                 web.get("/v1/limits", self._limits),
