@@ -215,6 +215,51 @@ class ToolServeSettings(ToolServerSettings):
     """What running calls may claim of memory together; None: all that this machine gives."""
 
 
+class GatewaySettings(Section):
+    """Where agents from elsewhere reach the model."""
+
+    host: str = "127.0.0.1"
+    """Where it listens.  Beyond this machine it needs TLS, or `insecure`."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """0: a free one."""
+
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
+    """Listen beyond this machine without TLS: whoever sees the traffic has the keys."""
+
+    model: str = ""
+    """The name under which the model is served; empty: that of its folder."""
+
+    admin_key_env: str = "SOSTENUTO_ADMIN_KEY"
+    """Environment variable with the key for programs, workers and weights."""
+
+    agent_key_env: str = "SOSTENUTO_AGENT_KEY"
+    """Environment variable with a key for model calls.  With neither key, whoever reaches it may do all."""
+
+    metrics_key_env: str = "SOSTENUTO_METRICS_KEY"
+    """Environment variable with the key for metrics."""
+
+    body_bytes: int = Field(default=64 << 20, gt=0)
+    """The largest body of a request."""
+
+    keep_alive_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """How often a stream says that its program still waits."""
+
+    programs: int = Field(default=10_000, gt=0)
+    """How many may be there at one time, idle ones included; more are refused."""
+
+    hold_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """KV of a program that named itself is held so long between its calls."""
+
+    weak_hold_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """The same where it only gave a hint, such as `user`."""
+
+    forget_s: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
+    """A program that was silent for so long is over; one that only gave a hint, after a tenth of it."""
+
+
 class RuntimeConfig(Section):
     """Everything but the job."""
 
@@ -234,6 +279,7 @@ class RuntimeConfig(Section):
     """Where programs get their environments; none: from one server that the runtime starts."""
 
     scheduler: SchedulerSettings = SchedulerSettings()
+    gateway: GatewaySettings = GatewaySettings()
 
     trace: Path | None = None
     """Each finished program adds a line there, which `sostenuto bench` can replay."""

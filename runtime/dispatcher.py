@@ -11,7 +11,7 @@ Invariants:
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -20,10 +20,11 @@ from anyio.abc import TaskGroup
 
 from sostenuto.errors import EngineError, ProgramError, SostenutoError, boundary
 from sostenuto.records import Trajectory, validate
-from sostenuto.runtime.drive import Drive, Grant, Surroundings
+from sostenuto.runtime.drive import Drive, Surroundings
 from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.engines.wire import Capabilities
 from sostenuto.runtime.fleet import Fleet, Trouble
+from sostenuto.runtime.place import Mail, Place
 from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.prompts import Prompts
 from sostenuto.runtime.publishing import Publication, Publishing, UpdatePolicy
@@ -60,26 +61,7 @@ from sostenuto.types import EngineId, Outcome, OutcomeKind, ProgramId, SandboxRu
 _log = logging.getLogger(__name__)
 
 
-class _Mail:
-    """The scheduler's last word to a program: what it said before the loss of an engine does not count."""
-
-    def __init__(self) -> None:
-        self._grant: Grant | None = None
-        self._comes: asyncio.Future[None] | None = None
-
-    def put(self, grant: Grant) -> None:
-        self._grant = grant
-        if self._comes is not None and not self._comes.done():
-            self._comes.set_result(None)
-
-    async def take(self) -> Grant:
-        while self._grant is None:
-            self._comes = asyncio.get_running_loop().create_future()
-            await self._comes
-        grant, self._grant = self._grant, None
-        return grant
-
-
+_SILENT = "nothing was heard of it"
 _NO_ENGINE = "no engine is left, and none has come back in time"
 
 
@@ -87,8 +69,9 @@ _NO_ENGINE = "no engine is left, and none has come back in time"
 class _Seat:
     """How the dispatcher reaches a program."""
 
-    mail: _Mail
-    scope: anyio.CancelScope
+    mail: Mail
+    end: Callable[[str], None]
+    """With the reason."""
 
 
 class Dispatcher:
@@ -126,7 +109,7 @@ class Dispatcher:
         self._sooner = anyio.Event()
         self._sleeps_until_s = math.inf
         self._prompts = Prompts()
-        self._around = Surroundings(
+        self.around = Surroundings(
             tools=tools,
             renderer=renderer,
             generate=self.fleet.generate,
@@ -150,21 +133,41 @@ class Dispatcher:
 
     async def run(self, spec: ProgramSpec) -> Trajectory:
         """Drive one program to its end.  Its failure is the outcome of the record, not an exception."""
-        mail = _Mail()
-        drive = Drive(spec, self._around, mail.take)
+        mail = Mail()
+        drive = Drive(spec, self.around, mail.take)
         if self._gave_up:
             return _failed(drive, EngineError(self._gave_up))
         with anyio.CancelScope() as scope:
             try:
-                self._seats[spec.id] = _Seat(mail, scope)
+                self._seats[spec.id] = _Seat(mail, lambda _reason: scope.cancel())
                 self._feed(_submitted(spec, self._lease_s(spec)))
                 return await _finish(drive)
             finally:
                 await drive.close()
                 del self._seats[spec.id]
                 self._feed(Finished(spec.id))
-        silent = f"nothing was heard of it for {self._lease_s(spec):.0f} s"
+        silent = f"{_SILENT} for {self._lease_s(spec):.0f} s"
         return _failed(drive, EngineError(self._gave_up or silent))
+
+    def admit(self, submitted: Submitted, lost: Callable[[str], None]) -> Place:
+        """Give a program that somebody else drives a place; EngineError when no engine will come back.
+
+        Its first grant is Prepare, to be answered with Prepared.  `lost` is told why it has to be left.
+        """
+        if self._gave_up:
+            raise EngineError(self._gave_up)
+        if submitted.program_id in self._seats:
+            raise ValueError(f"{submitted.program_id} has a place already")
+        mail = Mail()
+
+        def leave() -> None:
+            del self._seats[submitted.program_id]
+            self._feed(Finished(submitted.program_id))
+
+        place = Place(submitted.program_id, self.around, mail, leave=leave, lost=lost)
+        self._seats[submitted.program_id] = _Seat(mail, place.lose)
+        self._feed(submitted)
+        return place
 
     async def publish(self, manifest: Manifest) -> Publication:
         """Bring a version to every engine and open it; EngineError when none could take it.
@@ -229,8 +232,8 @@ class Dispatcher:
     def give_up(self, reason: str) -> None:
         """No engine will come back: end every program, and whatever is submitted before one joins."""
         self._gave_up = reason
-        for seat in self._seats.values():
-            seat.scope.cancel()
+        for seat in list(self._seats.values()):
+            seat.end(reason)
 
     def limit(self, sandboxes: ToolServerJoined) -> None:
         """What the tool server can give to sandboxes together; until this is told they are not limited."""
@@ -238,7 +241,7 @@ class Dispatcher:
 
     async def _move_sandbox(self, program_id: ProgramId, rung: SandboxRung) -> None:
         try:
-            moved = await self._around.tools.move(program_id, rung)
+            moved = await self.around.tools.move(program_id, rung)
         except SostenutoError as error:
             # Whoever uses the sandbox next is told by that what became of it.
             _log.warning("sandbox of %s, on its way to %s: %s", program_id, rung, error)
@@ -300,7 +303,7 @@ class Dispatcher:
             case Evict(program_id, engine_id):
                 self._running.start_soon(self.fleet.release, engine_id, program_id)
             case Expire(program_id):
-                self._seats[program_id].scope.cancel()
+                self._seats[program_id].end(_SILENT)
             case Probe() | Slowed() | Recovered():
                 self._mind_pace(action)
             case MoveSandbox(program_id, rung):

@@ -5,16 +5,31 @@ from errno import EADDRINUSE
 from ipaddress import ip_address
 from pathlib import Path
 from socket import create_server, socket
+from typing import Protocol
 
 from sostenuto.errors import ConfigError
-from sostenuto.tools.config import ServerConfig
 
 
-def listening_socket(config: ServerConfig) -> socket:
+class Door(Protocol):
+    """Where a server listens."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def tls_certificate(self) -> Path | None: ...
+    @property
+    def tls_key(self) -> Path | None: ...
+    @property
+    def insecure(self) -> bool: ...
+
+
+def listening_socket(config: Door) -> socket:
     """Bound and listening; ConfigError for a port in use, or for an open door that nobody asked for."""
     if not (_is_loopback(config.host) or config.tls_certificate or config.insecure):
         raise ConfigError(
-            f"host: {config.host} can be reached from other machines, and the token would travel in clear; "
+            f"host: {config.host} can be reached from other machines, and keys would travel in clear; "
             "give tls_certificate and tls_key, or write insecure=True"
         )
     try:
@@ -27,7 +42,7 @@ def listening_socket(config: ServerConfig) -> socket:
         raise ConfigError(f"host: cannot listen on {config.host}:{config.port}: {error}") from error
 
 
-def server_tls(config: ServerConfig) -> ssl.SSLContext | None:
+def server_tls(config: Door) -> ssl.SSLContext | None:
     """What the server speaks; None without a certificate."""
     if (config.tls_certificate is None) != (config.tls_key is None):
         raise ConfigError("tls_certificate and tls_key: give both or none")

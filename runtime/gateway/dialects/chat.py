@@ -1,0 +1,222 @@
+"""`/v1/chat/completions`, as OpenAI, vLLM and SGLang agree on it.
+
+Beside OpenAI's own keys: `return_token_ids` gives `prompt_token_ids` and each choice's `token_ids`, and
+`top_k`, `min_p`, `repetition_penalty` and `stop_token_ids` mean what they mean to the engines.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+from pydantic import Field
+
+from sostenuto.runtime.engines.wire import Grammar
+from sostenuto.runtime.gateway.bodies import (
+    Body,
+    Count,
+    FunctionBody,
+    SamplingBody,
+    Text,
+    check_schema,
+    read,
+    tool_of,
+)
+from sostenuto.runtime.gateway.dialects.dialect import Call, Json, Served
+from sostenuto.runtime.gateway.dialects.openai import (
+    MessageBody,
+    call_ids,
+    call_json,
+    error_json,
+    event,
+    finish_reason,
+    logprobs_json,
+    message_json,
+    messages_of,
+    usage_json,
+)
+from sostenuto.runtime.gateway.turn import Ask, Refused, Told
+from sostenuto.tools.wire import ToolSchema
+from sostenuto.types import ToolCall
+
+_CHOICES = 128
+
+
+class ToolBody(Body):
+    type: Literal["function"] = "function"
+    function: FunctionBody
+
+
+class ToolName(Body):
+    name: Text
+
+
+class ChosenTool(Body):
+    function: ToolName
+
+
+class JsonSchemaBody(Body):
+    name: Text | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class FormatBody(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaBody | None = None
+
+    def grammar(self) -> Grammar | None:
+        """What the text must be; Refused for a schema that is none."""
+        if self.type == "text":
+            return None
+        schema: Json = {"type": "object"}
+        if self.type == "json_schema":
+            if self.json_schema is None or self.json_schema.json_schema is None:
+                raise Refused("response_format.json_schema.schema is missing", field="response_format")
+            schema = self.json_schema.json_schema
+            check_schema(schema, "response_format.json_schema.schema")
+        return Grammar(json_schema=json.dumps(schema))
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class ChatBody(SamplingBody):
+    model: Text | None = None
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=20_000)]
+    tools: Annotated[list[ToolBody], Field(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    response_format: FormatBody | None = None
+    max_tokens: Annotated[int, Field(gt=0, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Field(gt=0, le=2**31 - 1)] | None = None
+    n: Annotated[int, Field(ge=1, le=_CHOICES)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Count, Field(le=20)] | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[str, Any] | None = None
+
+
+class ChatDialect:
+    def read(self, body: Json, served: Served) -> Call:
+        chat = read(ChatBody, body)
+        served.check(chat.model)
+        if chat.logit_bias:
+            raise Refused("logit_bias is not supported; leave it out", field="logit_bias")
+        grammar = chat.response_format.grammar() if chat.response_format else None
+        ask = Ask(
+            messages=messages_of(chat.messages),
+            tools=_tools(chat),
+            sampling=chat.sampling(served.stop_token_ids, grammar),
+            seeded=chat.seed is not None,
+            max_tokens=chat.max_completion_tokens or chat.max_tokens,
+            top_logprobs=(chat.top_logprobs or 0) if chat.logprobs else 0,
+        )
+        return Call(
+            asks=(ask,) * (chat.n or 1),
+            streams=bool(chat.stream),
+            body=chat,
+            id=f"chatcmpl-{uuid4().hex}",
+        )
+
+    def reply(self, call: Call, told: Sequence[Told], served: Served) -> Json:
+        chat: ChatBody = call.body
+        body: Json = {
+            "id": call.id,
+            "object": "chat.completion",
+            "created": served.created,
+            "model": served.model,
+            "choices": [self._choice(index, one, chat, served) for index, one in enumerate(told)],
+            "usage": usage_json(told),
+        }
+        if chat.return_token_ids:
+            body["prompt_token_ids"] = list(told[0].prompt_token_ids)
+        return body
+
+    def events(self, call: Call, told: Sequence[Told], served: Served) -> Iterator[bytes]:
+        chat: ChatBody = call.body
+        for index, one in enumerate(told):
+            yield from self._choice_events(call, index, one, served)
+        if chat.stream_options is not None and chat.stream_options.include_usage:
+            yield event(_chunk(call, served, [], usage=usage_json(told)))
+        yield event("[DONE]")
+
+    def error(self, error: Refused) -> Json:
+        return error_json(error)
+
+    def error_event(self, error: Refused) -> bytes:
+        return event(error_json(error))
+
+    def _choice(self, index: int, told: Told, chat: ChatBody, served: Served) -> Json:
+        choice: Json = {
+            "index": index,
+            "message": message_json(told, call_ids(told)),
+            "logprobs": _logprobs(told, chat, served),
+            "finish_reason": finish_reason(told),
+            "stop_reason": told.reply.matched,
+        }
+        if chat.return_token_ids:
+            choice["token_ids"] = told.reply.token_ids
+        return choice
+
+    def _choice_events(self, call: Call, index: int, told: Told, served: Served) -> Iterator[bytes]:
+        chat: ChatBody = call.body
+        assert told.turn is not None
+        message, reason = told.turn.message, finish_reason(told)
+        deltas: list[Json] = [{"role": "assistant", "content": ""}]
+        if message.reasoning:
+            deltas.append({"reasoning_content": message.reasoning})
+        if message.content:
+            deltas.append({"content": message.content})
+        for position, (tool, id_) in enumerate(zip(message.tool_calls, call_ids(told), strict=True)):
+            begun = call_json(ToolCall(tool.name, ""), id_)
+            deltas.append({"tool_calls": [{"index": position, **begun}]})
+            arguments = {"index": position, "function": {"arguments": tool.arguments}}
+            deltas.append({"tool_calls": [arguments]})
+        first: Json = {}
+        if chat.return_token_ids and index == 0:
+            first["prompt_token_ids"] = list(told.prompt_token_ids)
+        for number, delta in enumerate(deltas):
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield event(_chunk(call, served, [choice], **(first if number == 0 else {})))
+        last: Json = {"index": index, "delta": {}, "finish_reason": reason}
+        last["logprobs"] = _logprobs(told, chat, served)
+        if chat.return_token_ids:
+            last["token_ids"] = told.reply.token_ids
+        yield event(_chunk(call, served, [last]))
+
+
+def _chunk(call: Call, served: Served, choices: list[Json], **more: object) -> Json:
+    return {
+        "id": call.id,
+        "object": "chat.completion.chunk",
+        "created": served.created,
+        "model": served.model,
+        "choices": choices,
+        **more,
+    }
+
+
+def _logprobs(told: Told, chat: ChatBody, served: Served) -> Json | None:
+    if not chat.logprobs:
+        return None
+    reply = told.reply
+    return logprobs_json(served.texts.logprobs(reply.token_ids, reply.logprobs, reply.top_logprobs))
+
+
+def _tools(chat: ChatBody) -> tuple[ToolSchema, ...]:
+    """What the model is told it can call; Refused for a choice of one that is not there."""
+    tools = tuple(tool_of(tool.function, f"tools.{i}.function") for i, tool in enumerate(chat.tools or ()))
+    choice = chat.tool_choice
+    if choice == "none":
+        return ()
+    if isinstance(choice, ChosenTool):
+        name = choice.function.name
+        chosen = tuple(tool for tool in tools if tool.name == name)
+        if not chosen:
+            raise Refused(f"tool_choice: {name!r} is not among the tools", field="tool_choice")
+        return chosen
+    if choice == "required" and not tools:
+        raise Refused("tool_choice: there are no tools to choose from", field="tool_choice")
+    return tools

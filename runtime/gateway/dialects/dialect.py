@@ -1,0 +1,69 @@
+"""What the server needs of a dialect: reading a call, and writing what came of it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sostenuto.runtime.gateway.texts import Texts
+from sostenuto.runtime.gateway.turn import Ask, Refused, Told
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a gateway serves."""
+
+    model: str
+    """The name that clients ask for; any of `aliases` means the same."""
+    aliases: frozenset[str]
+    context_tokens: Callable[[], int]
+    """Prompt and reply together, as the engines are now."""
+    stop_token_ids: tuple[int, ...]
+    texts: Texts
+    created: int
+    """Unix time, in seconds."""
+
+    def check(self, model: str | None) -> None:
+        """Refused for a model that is not served; none means the one that is."""
+        if model is not None and model != self.model and model not in self.aliases:
+            raise Refused(
+                f"model: {model[:200]!r} is not served here; ask for {self.model!r}",
+                status=404,
+                field="model",
+                code="model_not_found",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request, understood."""
+
+    asks: tuple[Ask, ...]
+    """Sampled side by side; more than one for several choices or prompts."""
+    streams: bool = False
+    body: Any = None
+    """The dialect's own reading of it."""
+    id: str = ""
+    """Of the reply, in the dialect's form."""
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Dialect(Protocol):
+    def read(self, body: Json, served: Served) -> Call:
+        """Refused with the name of the key that is wrong."""
+        ...
+
+    def reply(self, call: Call, told: Sequence[Told], served: Served) -> Json: ...
+
+    def events(self, call: Call, told: Sequence[Told], served: Served) -> Iterable[bytes]:
+        """The reply as server-sent events, whole."""
+        ...
+
+    def error(self, error: Refused) -> Json:
+        """The body of a refusal."""
+        ...
+
+    def error_event(self, error: Refused) -> bytes:
+        """The same, in a stream that has begun."""
+        ...

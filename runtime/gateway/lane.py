@@ -1,0 +1,220 @@
+"""One conversation of a program: its record, and its place in the scheduler while it has one.
+
+Invariants:
+- One call at a time.  It decodes only on a grant of the scheduler, and reports every change of phase.
+- A call that ends without a reply, however it ends, leaves the lane without place and KV; its record keeps
+  what engines were sent and returned, and the next call takes a new place.
+- Between calls the program acts: its KV is held until the scheduler gives it up, or the lease ends.
+"""
+
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import anyio
+
+from sostenuto.errors import lone_error
+from sostenuto.records import Experts, Sequence
+from sostenuto.runtime.drive import Surroundings
+from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest
+from sostenuto.runtime.gateway.record import called, record_for
+from sostenuto.runtime.gateway.turn import Ask, Refused, Standing, Told
+from sostenuto.runtime.place import Place
+from sostenuto.runtime.turn_costs import cost_of, used_by
+from sostenuto.scheduler.actions import (
+    Decode,
+    Heard,
+    Prepared,
+    Refuse,
+    Submitted,
+    ToolReturned,
+    TurnEnded,
+)
+from sostenuto.scheduler.kv import Footprint
+from sostenuto.types import EngineId, ProgramId, Usage
+
+_HEARD_OF = 3.0
+"""A call that runs renews the lease so often within it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneHome:
+    """What a lane has of the gateway."""
+
+    admit: Callable[[Submitted, Callable[[str], None]], Place]
+    waits_of: Callable[[ProgramId], dict[str, float]]
+    give_back: Callable[[Callable[[], Awaitable[None]]], None]
+    """Runs what gives something back, whoever goes away meanwhile."""
+    around: Surroundings
+    lease_s: float
+    """An idle lane keeps its place so long."""
+    salt: str = ""
+    """Only lanes with the same one share KV."""
+    routed_experts: bool = False
+
+
+class Lane:
+    """Use `call`; then `close`."""
+
+    def __init__(self, id_: ProgramId, first: Ask, home: LaneHome) -> None:
+        self.id = id_
+        self.record = record_for(first, home.around.renderer)
+        self.usage = Usage()
+        self.calls = 0
+        self.used_s = home.around.now_s()
+        self.is_busy = False
+        self._home = home
+        self._place: Place | None = None
+        self._acts_after: int | None = None
+        """The turn after which it acts; None: it has no place, or has not decoded there."""
+        self._engine_ids: set[EngineId] = set()
+        self._prompt_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<Lane {self.id} {self.calls} calls, {len(self.record.token_ids)} tokens>"
+
+    def sequences(self) -> tuple[Sequence, ...]:
+        return self.record.sequences()
+
+    def experts(self) -> tuple[Experts | None, ...]:
+        return self.record.experts()
+
+    async def call(self, ask: Ask, *, seed: int) -> Told:
+        """Sample what `ask` wants.
+
+        Refused when it is too long or the template refuses it, EngineError and Overloaded as the dispatcher
+        says.
+        """
+        with self._busy():
+            standing = self.record.take(ask, at_s=self._home.around.now_s())
+            room = self._room(ask)
+            try:
+                with lone_error():
+                    return await self._while_leased(ask, standing, room, seed)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Give back place and KV.  Safe to call twice; the record stays."""
+        place, self._place, self._acts_after = self._place, None, None
+        if place is not None:
+            self._home.around.prompts.remove(self.id)
+            place.leave()
+        if self._engine_ids:
+            self._home.give_back(self._release_kv)
+
+    @contextmanager
+    def _busy(self) -> Generator[None]:
+        assert not self.is_busy, f"{self.id} has a call already"
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
+            self.used_s = self._home.around.now_s()
+
+    async def _while_leased(self, ask: Ask, standing: Standing, room: int, seed: int) -> Told:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._keep_lease)
+            told = await self._sample(ask, standing, room, seed)
+            group.cancel_scope.cancel()
+        return told  # pyright: ignore[reportPossiblyUnboundVariable] - a group that is left here ran it
+
+    async def _sample(self, ask: Ask, standing: Standing, room: int, seed: int) -> Told:
+        await self._lack_engine(room)
+        before = self._home.waits_of(self.id)
+        while True:
+            grant = await self._granted()
+            prompt = tuple(self.record.token_ids)
+            request = self._request(grant, ask, room, seed)
+            waited_s = _grown(before, self._home.waits_of(self.id))
+            began_s = self._home.around.now_s()
+            self._engine_ids.add(grant.engine_id)
+            self.record.sent()
+            reply = await self._home.around.generate(grant.engine_id, request)
+            if reply is not None:
+                break
+        turn = self.record.sampled(reply, started_s=began_s, ended_s=self._home.around.now_s())
+        self.calls += 1
+        self.usage += used_by(reply, prompt_tokens=len(prompt))
+        tools = called(turn, reply)
+        self._acts_after = grant.turn
+        self._report_turn(grant.turn, tools, reply)
+        return Told(reply=reply, turn=turn, prompt_token_ids=prompt, standing=standing, waited_s=waited_s)
+
+    def _report_turn(self, turn: int, tools: tuple[str, ...], reply: GenerateReply) -> None:
+        self._home.around.report(TurnEnded(self.id, turn, self._footprint(), tools, cost_of(reply)))
+
+    async def _lack_engine(self, room: int) -> None:
+        """Tell the scheduler that nothing is missing but an engine."""
+        if self._place is not None and self._acts_after is not None:
+            turn, self._acts_after = self._acts_after, None
+            self._home.around.report(ToolReturned(self.id, turn, self._footprint(), room))
+            return
+        self.close()
+        self._place = self._home.admit(Submitted(self.id, self._home.lease_s), self._lost)
+        await self._place.grant()
+        self._prompt_tokens = len(self.record.token_ids)
+        self._home.around.prompts.add(self.id, self.record.token_ids)
+        self._home.around.report(Prepared(self.id, self._footprint(), room))
+
+    async def _granted(self) -> Decode:
+        assert self._place is not None
+        grant = await self._place.grant()
+        if isinstance(grant, Refuse):
+            raise Refused(
+                f"this call needs KV of {grant.needed_tokens} tokens, and the largest engine has "
+                f"{grant.largest_tokens}; shorten the conversation, ask for fewer tokens, or raise "
+                "engine.kv_tokens",
+                field="max_tokens",
+                code="context_length_exceeded",
+            )
+        assert isinstance(grant, Decode), grant
+        return grant
+
+    def _request(self, grant: Decode, ask: Ask, room: int, seed: int) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=f"{self.id}/{self.calls}/{grant.turn}",
+            program_id=self.id,
+            token_ids=self.record.token_ids.copy(),
+            max_new_tokens=room,
+            sampling=ask.sampling.model_copy(update={"seed": seed}),
+            salt=self._home.salt,
+            top_logprobs=ask.top_logprobs,
+            routed_experts=self._home.routed_experts,
+        )
+
+    async def _keep_lease(self) -> None:
+        while True:
+            await anyio.sleep(self._home.lease_s / _HEARD_OF)
+            self._home.around.report(Heard(self.id))
+
+    def _lost(self, reason: str) -> None:
+        del reason
+        if not self.is_busy:
+            self.close()
+
+    async def _release_kv(self) -> None:
+        for engine_id in tuple(self._engine_ids):
+            self._engine_ids.discard(engine_id)
+            await self._home.around.release(engine_id, self.id)
+
+    def _footprint(self) -> Footprint:
+        return self._home.around.prompts.footprint(self.id, len(self.record.token_ids))
+
+    def _room(self, ask: Ask) -> int:
+        """Tokens that may be sampled; Refused when there is no room for one."""
+        length, context = len(self.record.token_ids), self._home.around.context_tokens()
+        if length >= context:
+            raise Refused(
+                f"the conversation has {length} tokens, and the model's context ends at {context}; "
+                "shorten it",
+                field="messages" if ask.messages else "prompt",
+                code="context_length_exceeded",
+            )
+        return min(context - length, ask.max_tokens or context)
+
+
+def _grown(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    return {reason: s - before.get(reason, 0.0) for reason, s in now.items() if s > before.get(reason, 0.0)}

@@ -1,0 +1,111 @@
+"""A gateway in front of a dispatcher, for as long as a block runs."""
+
+import os
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import time_ns
+
+import anyio
+
+from sostenuto.errors import ConfigError
+from sostenuto.runtime.config import GatewaySettings
+from sostenuto.runtime.dispatcher import Dispatcher
+from sostenuto.runtime.gateway.dialects.dialect import Served
+from sostenuto.runtime.gateway.keys import Keys, Scope
+from sostenuto.runtime.gateway.routes import routes
+from sostenuto.runtime.gateway.server import Gateway, listening
+from sostenuto.runtime.gateway.sessions import Books, Lifetimes, Sessions
+from sostenuto.runtime.gateway.texts import Texts
+from sostenuto.runtime.rendering.folder import ModelFolder
+from sostenuto.runtime.rendering.vocabulary import Vocabulary
+from sostenuto.tools.exposure import listening_socket, server_tls
+
+_SHORTEST_KEY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGateway:
+    """`url` is what clients take as their base URL, without `/v1`."""
+
+    url: str
+    sessions: Sessions
+    keys: Keys
+
+
+@asynccontextmanager
+async def open_gateway(
+    dispatcher: Dispatcher,
+    folder: ModelFolder,
+    books: Books,
+    settings: GatewaySettings,
+    *,
+    prefix: str,
+    environment: Callable[[str], str | None] = os.environ.get,
+) -> AsyncGenerator[OpenGateway]:
+    """Answer until the block is left; every program of the gateway is over then.
+
+    `prefix` begins the ids of its programs.  ConfigError for keys that are too short, or a port in use.
+    """
+    keys = Keys()
+    is_guarded = _take_keys(keys, settings, environment)
+    tls = server_tls(settings)
+    async with anyio.create_task_group() as returning, anyio.create_task_group() as running:
+        sessions = Sessions(
+            dispatcher,
+            running,
+            returning,
+            books,
+            prefix=prefix,
+            lifetimes=Lifetimes(
+                hold_s=settings.hold_s, weak_hold_s=settings.weak_hold_s, forget_s=settings.forget_s
+            ),
+            programs=settings.programs,
+        )
+        gateway = Gateway(
+            sessions,
+            _served(dispatcher, folder, settings),
+            keys,
+            body_bytes=settings.body_bytes,
+            keep_alive_s=settings.keep_alive_s,
+            is_guarded=is_guarded,
+        )
+        with listening_socket(settings) as sock:
+            scheme, port = "https" if tls else "http", sock.getsockname()[1]
+            running.start_soon(sessions.keep_expiring)
+            async with listening(gateway.application(routes(gateway)), sock, tls):
+                yield OpenGateway(f"{scheme}://{settings.host}:{port}", sessions, keys)
+        sessions.close()
+        running.cancel_scope.cancel()
+
+
+def _served(dispatcher: Dispatcher, folder: ModelFolder, settings: GatewaySettings) -> Served:
+    renderer = dispatcher.around.renderer
+    path = Path(folder.path)
+    return Served(
+        model=settings.model or path.resolve().name,
+        aliases=frozenset({str(path), "default"}),
+        context_tokens=dispatcher.around.context_tokens,
+        stop_token_ids=renderer.stop_token_ids,
+        texts=Texts(Vocabulary(folder.tokenizer_json)),
+        created=time_ns() // 10**9,
+    )
+
+
+def _take_keys(keys: Keys, settings: GatewaySettings, environment: Callable[[str], str | None]) -> bool:
+    """Whether there are any."""
+    for variable, scope in (
+        (settings.admin_key_env, Scope.ADMIN),
+        (settings.agent_key_env, Scope.AGENT),
+        (settings.metrics_key_env, Scope.METRICS),
+    ):
+        key = (environment(variable) or "").strip()
+        if key and len(key) < _SHORTEST_KEY:
+            raise ConfigError(
+                f"environment variable {variable}: a key has {_SHORTEST_KEY} characters or more; make one, "
+                "for example with `openssl rand -hex 24`"
+            )
+        if key:
+            keys.add(key, {scope})
+    return len(keys) > 0

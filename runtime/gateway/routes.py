@@ -1,0 +1,45 @@
+"""Which path is answered by what."""
+
+from aiohttp import web
+
+from sostenuto.runtime.gateway.dialects.chat import ChatDialect
+from sostenuto.runtime.gateway.dialects.dialect import Dialect, Json
+from sostenuto.runtime.gateway.keys import Scope
+from sostenuto.runtime.gateway.refusing import json_reply
+from sostenuto.runtime.gateway.server import Gateway, Handler, require
+
+_PROGRAM = "/p/{program}"
+"""Before a path: the program that it is of."""
+
+
+def routes(gateway: Gateway) -> list[web.RouteDef]:
+    """Every route, each model call also under the path of a program."""
+    calls: list[tuple[str, Dialect]] = [("/v1/chat/completions", ChatDialect())]
+    found = [web.get("/health", _health)]
+    for path, dialect in calls:
+        handler = gateway.model_call(dialect)
+        found += [web.post(path, handler), web.post(_PROGRAM + path, handler)]
+    models = _models(gateway)
+    return [*found, web.get("/v1/models", models), web.get(f"{_PROGRAM}/v1/models", models)]
+
+
+async def _health(_request: web.Request) -> web.Response:
+    return json_reply({"status": "ok"})
+
+
+def _models(gateway: Gateway) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        require(gateway.grantee(request), Scope.AGENT)
+        served = gateway.served
+        model: Json = {
+            "id": served.model,
+            "object": "model",
+            "created": served.created,
+            "owned_by": "sostenuto",
+            "root": served.model,
+            "parent": None,
+            "max_model_len": served.context_tokens(),
+        }
+        return json_reply({"object": "list", "data": [model]})
+
+    return handle

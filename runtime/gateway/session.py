@@ -1,0 +1,151 @@
+"""One program of a client: its lanes, and in the end its record.
+
+A client may run several conversations under one name: sub-agents, parallel calls, histories written anew.
+Each is a lane.  A call goes to the lane whose conversation it continues; else it rewrites the one it has most
+in common with; else it begins one.
+"""
+
+from collections.abc import Callable
+from itertools import count
+from random import Random
+
+from sostenuto.records import Experts, Trajectory
+from sostenuto.runtime.gateway.lane import Lane, LaneHome
+from sostenuto.runtime.gateway.terms import Terms
+from sostenuto.runtime.gateway.turn import Ask, Refused, Told
+from sostenuto.types import GroupId, Outcome, ProgramId, Purpose, StopReason, Usage
+
+_BUSY_LANES = 64
+"""Calls of one program at the same time."""
+_IDLE_PLACES = 8
+"""Lanes that keep their place between calls; the longest idle leave theirs."""
+_SERVED_LANES = 256
+"""Of a program that is only served; the longest idle beyond them are forgotten."""
+
+
+class Session:
+    """Use `ask`; then `close`."""
+
+    def __init__(
+        self, id_: ProgramId, terms: Terms, home: LaneHome, *, ended: Callable[["Session"], None]
+    ) -> None:
+        """`ended` is told once, after `close` and the last call."""
+        self.id = id_
+        self.terms = terms
+        self.used_s = self.begun_s = home.around.now_s()
+        self.is_over = self._is_told = False
+        self._home = home
+        self._ended = ended
+        self._lanes: list[tuple[str, Lane]] = []
+        """With the name of the sub-agent that it is of; "" for the program itself."""
+        self._numbers = count(1)
+        self._random = Random(terms.seed)
+
+    def __repr__(self) -> str:
+        return f"<Session {self.id} {len(self._lanes)} lanes>"
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return [lane for _, lane in self._lanes]
+
+    @property
+    def calls(self) -> int:
+        return sum(lane.calls for lane in self.lanes)
+
+    @property
+    def is_busy(self) -> bool:
+        return any(lane.is_busy for lane in self.lanes)
+
+    async def ask(self, ask: Ask, *, child: str = "") -> Told:
+        """Sample; Refused, EngineError and Overloaded as `Lane.call` says.  `child`: the sub-agent."""
+        if self.is_over:
+            raise Refused(f"program {self.id} is over; begin another one", status=410, code="program_over")
+        ask = self.terms.applied(ask)
+        self._count_turn()
+        lane = self._lane_for(ask, child)
+        seed = ask.sampling.seed if ask.seeded else self._random.getrandbits(31)
+        self.used_s = self._home.around.now_s()
+        try:
+            return await lane.call(ask, seed=seed)
+        finally:
+            self.used_s = self._home.around.now_s()
+            self._settle()
+
+    def release_child(self, child: str) -> None:
+        """A sub-agent is over: what it held comes back; its record stays."""
+        for name, lane in self._lanes:
+            if name == child and not lane.is_busy:
+                lane.close()
+
+    def close(self) -> None:
+        """The program is over, once the calls that run have ended.  Safe to call twice."""
+        if not self.is_over:
+            self.is_over = True
+            self._settle()
+
+    def trajectory(
+        self,
+        *,
+        task_id: str = "",
+        group_id: GroupId | None = None,
+        reward: float | None = None,
+        stop: StopReason = StopReason.ANSWERED,
+        outcome: Outcome | None = None,
+    ) -> Trajectory:
+        """The record as it stands: every sequence of every lane."""
+        told = [lane for lane in self.lanes if lane.sequences()]
+        experts = tuple(part for lane in told for part in _padded(lane))
+        return Trajectory(
+            program_id=self.id,
+            group_id=group_id or GroupId(self.id),
+            task_id=task_id,
+            purpose=self.terms.purpose,
+            sequences=tuple(sequence for lane in told for sequence in lane.sequences()),
+            reward=reward,
+            stop_reason=stop,
+            usage=sum((lane.usage for lane in told), Usage()),
+            outcome=outcome,
+            metrics={"turns": float(self.calls), "lanes": float(len(told))},
+            experts=experts if any(part is not None for part in experts) else (),
+        )
+
+    def _count_turn(self) -> None:
+        limits = self.terms.limits
+        if limits is not None and self.calls >= limits.turns:
+            raise Refused(
+                f"program {self.id} has had its {limits.turns} turns; raise limits.turns",
+                status=429,
+                code="turn_limit",
+            )
+
+    def _lane_for(self, ask: Ask, child: str) -> Lane:
+        if sum(lane.is_busy for lane in self.lanes) >= _BUSY_LANES:
+            raise Refused(
+                f"program {self.id} has {_BUSY_LANES} calls under way; wait for one to end",
+                status=429,
+                code="too_many_calls",
+            )
+        idle = [lane for name, lane in self._lanes if name == child and not lane.is_busy]
+        nearest = max(idle, key=lambda lane: lane.record.nearness(ask), default=None)
+        if nearest is not None and nearest.record.nearness(ask)[0]:
+            return nearest
+        number = next(self._numbers)
+        lane = Lane(ProgramId(self.id if number == 1 else f"{self.id}~{number}"), ask, self._home)
+        self._lanes.append((child, lane))
+        return lane
+
+    def _settle(self) -> None:
+        """After a call or the end: who gives back what."""
+        idle = sorted((lane for lane in self.lanes if not lane.is_busy), key=lambda lane: lane.used_s)
+        for lane in idle if self.is_over else idle[:-_IDLE_PLACES]:
+            lane.close()
+        if self.terms.purpose is Purpose.SERVE and len(self._lanes) > _SERVED_LANES:
+            forgotten = {lane.id for lane in idle[: len(self._lanes) - _SERVED_LANES]}
+            self._lanes = [pair for pair in self._lanes if pair[1].id not in forgotten]
+        if self.is_over and not self.is_busy and not self._is_told:
+            self._is_told = True
+            self._ended(self)
+
+
+def _padded(lane: Lane) -> tuple[Experts | None, ...]:
+    return lane.experts() or (None,) * len(lane.sequences())

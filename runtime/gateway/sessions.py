@@ -1,0 +1,241 @@
+"""The programs of a gateway: who is there, and when they are over.
+
+- A program that was opened by its owner is ended by its owner.
+- One that named itself ends when it says so, is released, or has been silent for long; a weak hint, soon.
+- A call that named nobody is a program of its own, over with its reply, shared with nobody.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Protocol
+
+import anyio
+from anyio.abc import TaskGroup
+
+from sostenuto.records import Trajectory
+from sostenuto.runtime.dispatcher import Dispatcher
+from sostenuto.runtime.gateway.flights import Flights
+from sostenuto.runtime.gateway.identity import Identity, Strength
+from sostenuto.runtime.gateway.lane import LaneHome
+from sostenuto.runtime.gateway.session import Session
+from sostenuto.runtime.gateway.terms import Terms
+from sostenuto.runtime.gateway.turn import Ask, Refused, Standing, Told
+from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId
+
+SERVED = Outcome(OutcomeKind.SERVED)
+_LOOK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifetimes:
+    """How long programs that fell silent keep what they have, in seconds."""
+
+    hold_s: float = 300.0
+    """KV and place of a program that named itself, or was opened by its owner."""
+    weak_hold_s: float = 60.0
+    """The same after a hint that clients send by themselves."""
+    forget_s: float = 3600.0
+    """Then the program is over; a weak one after a tenth of that."""
+
+
+class Books(Protocol):
+    """Where programs are entered that nobody else keeps books on."""
+
+    def begun(self, program_id: ProgramId, group_id: GroupId) -> None: ...
+
+    def ended(self, trajectory: Trajectory) -> None:
+        """With its outcome."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """A program that is there."""
+
+    session: Session
+    flights: Flights[Told]
+    strength: Strength
+    name: str
+    """The client's own; the key of the table."""
+    children: set[str] = field(default_factory=set[str])
+    """Names of its sub-agents."""
+
+
+class Sessions:
+    """Owned by the gateway."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        running: TaskGroup,
+        returning: TaskGroup,
+        books: Books,
+        *,
+        prefix: str,
+        lifetimes: Lifetimes,
+        programs: int = 10_000,
+    ) -> None:
+        """`prefix` begins the ids of programs; no other gateway of the run has the same.
+
+        `running` may be cancelled; in `returning`, what programs held is given back, within a deadline.
+        `programs`: how many may be there; more are refused.
+        """
+        self._dispatcher = dispatcher
+        self._running = running
+        self._returning = returning
+        self._books = books
+        self._prefix = prefix
+        self._lifetimes = lifetimes
+        self._most = programs
+        self._residents: dict[str, Resident] = {}
+        self._parents: dict[str, str] = {}
+        """Of sub-agents: the name of the program that they belong to."""
+        self._numbers = count(1)
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    def all(self) -> list[Resident]:
+        return list(self._residents.values())
+
+    def find(self, name: str) -> Resident | None:
+        return self._residents.get(name)
+
+    def open(self, name: str, terms: Terms, *, id_: ProgramId | None = None) -> Resident:
+        """A program of an owner who ends it and keeps its books."""
+        return self._enter(name, Strength.KEY, terms, id_ or self._new_id(), ended=lambda _: None)
+
+    async def ask(
+        self, identity: Identity, ask: Ask, *, once: str = "", join: bool = False
+    ) -> tuple[Resident, Told]:
+        """Sample for whoever calls; errors as `Session.ask` says.
+
+        `once`: the same text for the same call; with `join` it may have come before.
+        """
+        resident, child = self._whose(identity)
+        try:
+            told = await self._asked(resident, ask, child, once, join=join)
+        finally:
+            if resident.strength is Strength.NONE:
+                self.end(resident)
+        if identity.is_final:
+            self._finish(resident, child)
+        return resident, told
+
+    async def _asked(self, resident: Resident, ask: Ask, child: str, once: str, *, join: bool) -> Told:
+        if not once:
+            return await resident.session.ask(ask, child=child)
+
+        async def work() -> Told:
+            return await resident.session.ask(ask, child=child)
+
+        told, joined = await resident.flights.fly(once, work, join=join)
+        return replace(told, standing=Standing.REPEATED) if joined else told
+
+    def release(self, name: str) -> None:
+        """A program that named itself is over; Refused for one that is not there."""
+        resident = self._residents.get(name)
+        if resident is None:
+            raise Refused(
+                f"program {name[:80]!r} is not here; it has ended, or never made a call",
+                status=404,
+                field="program_id",
+                code="unknown_program",
+            )
+        self.end(resident)
+
+    def end(self, resident: Resident) -> None:
+        """Give back all that the program holds, and enter its record.  Safe to call twice."""
+        self._residents.pop(resident.name, None)
+        for child in resident.children:
+            self._parents.pop(child, None)
+        resident.session.close()
+
+    async def keep_expiring(self) -> None:
+        """End programs that have been silent for too long."""
+        while True:
+            await anyio.sleep(min(_LOOK_S, self._lifetimes.forget_s / 4))
+            now_s = anyio.current_time()
+            for resident in self.all():
+                silent_s = now_s - resident.session.used_s
+                if silent_s > self._patience_s(resident.strength) and not resident.session.is_busy:
+                    self.end(resident)
+
+    def close(self) -> None:
+        for resident in self.all():
+            self.end(resident)
+
+    def _whose(self, identity: Identity) -> tuple[Resident, str]:
+        """The program of a call, and the sub-agent in it that calls; "" for none."""
+        if identity.strength is Strength.NONE:
+            number = next(self._numbers)
+            return self._served(f"~{number}", Strength.NONE), ""
+        root = self._parents.get(identity.parent or identity.name, identity.parent or identity.name)
+        resident = self._residents.get(root) or self._served(root, identity.strength)
+        if root == identity.name:
+            return resident, ""
+        self._parents[identity.name] = root
+        resident.children.add(identity.name)
+        return resident, identity.name
+
+    def _finish(self, resident: Resident, child: str) -> None:
+        if not child:
+            self.end(resident)
+            return
+        self._parents.pop(child, None)
+        resident.children.discard(child)
+        resident.session.release_child(child)
+
+    def _served(self, name: str, strength: Strength) -> Resident:
+        id_ = self._new_id()
+        resident = self._enter(name, strength, Terms(), id_, ended=self._has_served)
+        self._books.begun(id_, GroupId(id_))
+        return resident
+
+    def _enter(
+        self, name: str, strength: Strength, terms: Terms, id_: ProgramId, *, ended: Callable[[Session], None]
+    ) -> Resident:
+        if name in self._residents:
+            raise Refused(f"program {name!r} is here already; choose another name", status=409)
+        if len(self._residents) >= self._most:
+            raise Refused(
+                f"{self._most} programs are here already; try again later, or raise gateway.programs",
+                status=429,
+                code="over_capacity",
+                retry_after_s=1.0,
+            )
+        session = Session(id_, terms, self._home(strength), ended=ended)
+        resident = self._residents[name] = Resident(session, Flights(self._running), strength, name)
+        return resident
+
+    def _has_served(self, session: Session) -> None:
+        self._books.ended(session.trajectory(task_id="gateway", outcome=SERVED))
+
+    def _home(self, strength: Strength) -> LaneHome:
+        weak = strength is Strength.WEAK
+        return LaneHome(
+            admit=self._dispatcher.admit,
+            waits_of=self._waits_of,
+            give_back=self._give_back,
+            around=self._dispatcher.around,
+            lease_s=self._lifetimes.weak_hold_s if weak else self._lifetimes.hold_s,
+        )
+
+    def _waits_of(self, program_id: ProgramId) -> dict[str, float]:
+        return {str(reason): s for reason, s in self._dispatcher.scheduler.waits_of(program_id).items()}
+
+    def _give_back(self, work: Callable[[], Awaitable[None]]) -> None:
+        async def bounded() -> None:
+            with anyio.move_on_after(self._dispatcher.around.timeouts.release_s):
+                await work()
+
+        self._returning.start_soon(bounded)
+
+    def _patience_s(self, strength: Strength) -> float:
+        if strength is Strength.KEY:
+            return float("inf")
+        return self._lifetimes.forget_s / (10 if strength is Strength.WEAK else 1)
+
+    def _new_id(self) -> ProgramId:
+        return ProgramId(f"{self._prefix}/{next(self._numbers)}")

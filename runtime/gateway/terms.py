@@ -1,0 +1,52 @@
+"""What a program of the gateway may ask for, and what it gets whatever it asks."""
+
+from dataclasses import dataclass, replace
+
+from sostenuto.runtime.gateway.turn import Ask, Refused
+from sostenuto.types import Limits, Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Of one program."""
+
+    purpose: Purpose = Purpose.SERVE
+    temperature: float | None = None
+    """None: what the client asks for."""
+    seed: int | None = None
+    """Of the sampling noise, where the client gives none; None: another one for each call."""
+    limits: Limits | None = None
+    """None: those of the model and the engines."""
+
+    def applied(self, ask: Ask) -> Ask:
+        """The call as it is sampled; Refused when these terms do not allow it."""
+        sampling = ask.sampling
+        if self.purpose is Purpose.TRAIN:
+            _refuse_what_training_cannot_recompute(ask)
+        if self.temperature is not None:
+            sampling = sampling.model_copy(update={"temperature": self.temperature})
+        most = ask.max_tokens
+        if self.limits is not None:
+            most = min(most or self.limits.turn_tokens, self.limits.turn_tokens)
+        return replace(ask, sampling=sampling, max_tokens=most)
+
+
+def _refuse_what_training_cannot_recompute(ask: Ask) -> None:
+    sampling = ask.sampling
+    wrong = {
+        "top_p": sampling.top_p < 1,
+        "top_k": sampling.top_k > 0,
+        "min_p": sampling.min_p > 0,
+        "repetition_penalty": sampling.repetition_penalty != 1,
+        "presence_penalty": sampling.presence_penalty != 0,
+        "frequency_penalty": sampling.frequency_penalty != 0,
+        "response_format": sampling.grammar is not None,
+    }
+    for field, is_wrong in wrong.items():
+        if is_wrong:
+            raise Refused(
+                f"{field}: this program is trained, and training recomputes the whole distribution; "
+                "leave it out",
+                field=field,
+                code="not_in_training",
+            )

@@ -1,0 +1,54 @@
+"""Tokens as clients read them: texts, bytes and log-probabilities."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sostenuto.runtime.rendering.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One token.  A character may span several of them."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+class Texts:
+    """Of one model."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._known: dict[int, str] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt that is plain text; control tokens in it stay text."""
+        disguise = self._vocabulary.disguise([text])
+        return self._vocabulary.encode(disguise.hide(text), disguise)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._vocabulary.decode(token_ids)
+
+    def token(self, token_id: int) -> str:
+        """Of the token alone."""
+        if token_id not in self._known:
+            self._known[token_id] = self._vocabulary.decode([token_id])
+        return self._known[token_id]
+
+    def logprobs(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        top: Sequence[Sequence[tuple[int, float]]] | None,
+    ) -> list[TokenText]:
+        return [
+            TokenText(
+                token_id,
+                self.token(token_id),
+                logprob,
+                tuple((id_, self.token(id_), value) for id_, value in (top[index] if top else ())),
+            )
+            for index, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True))
+        ]
