@@ -29,6 +29,7 @@ from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.prompts import Prompts
 from sostenuto.runtime.publishing import Publication, Publishing, UpdatePolicy
 from sostenuto.runtime.rendering.renderer import Renderer
+from sostenuto.runtime.turn_stream import TurnSpans
 from sostenuto.scheduler.actions import (
     Action,
     Decode,
@@ -131,10 +132,14 @@ class Dispatcher:
         assert deployed is not None, "open_dispatcher joins the engines first"
         return deployed
 
-    async def run(self, spec: ProgramSpec) -> Trajectory:
-        """Drive one program to its end.  Its failure is the outcome of the record, not an exception."""
+    async def run(self, spec: ProgramSpec, spans: TurnSpans | None = None) -> Trajectory:
+        """Drive one program to its end.  Its failure is the outcome of the record, not an exception.
+
+        `spans` is called with the tokens of each turn as they come, each of them once, whichever engines
+        the turn is on.
+        """
         mail = Mail()
-        drive = Drive(spec, self.around, mail.take)
+        drive = Drive(spec, self.around, mail.take, spans)
         if self._gave_up:
             return _failed(drive, EngineError(self._gave_up))
         with anyio.CancelScope() as scope:

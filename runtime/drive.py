@@ -27,6 +27,7 @@ from sostenuto.runtime.prompts import Prompts
 from sostenuto.runtime.rendering.conversation import Conversation
 from sostenuto.runtime.rendering.renderer import Renderer, Turn
 from sostenuto.runtime.turn_costs import cost_of, queued_s_of, used_by
+from sostenuto.runtime.turn_stream import Generate, TurnSpans, TurnStream
 from sostenuto.scheduler.actions import (
     Answered,
     Decode,
@@ -66,7 +67,7 @@ class Surroundings:
 
     tools: ToolServer
     renderer: Renderer
-    generate: Callable[[EngineId, GenerateRequest], Awaitable[GenerateReply | None]]
+    generate: Generate
     """None: the engine was lost, and the scheduler will say where to send the same tokens again."""
     release: Callable[[EngineId, ProgramId], Awaitable[None]]
     context_tokens: Callable[[], int]
@@ -77,14 +78,22 @@ class Surroundings:
 
 
 class Drive:
-    """One program.  `run` once, then `close`.  `grant` waits for the scheduler's next word on it."""
+    """One program.  `run` once, then `close`.  `grant` waits for the scheduler's next word on it.
+
+    `spans` is called with the tokens of each turn as they come.
+    """
 
     def __init__(
-        self, spec: ProgramSpec, around: Surroundings, grant: Callable[[], Awaitable[Grant]]
+        self,
+        spec: ProgramSpec,
+        around: Surroundings,
+        grant: Callable[[], Awaitable[Grant]],
+        spans: TurnSpans | None = None,
     ) -> None:
         self.spec = spec
         self._around = around
         self._grant = grant
+        self._stream = spans and TurnStream(spans, around.now_s)
         self._conversation = Conversation(around.renderer)
         self._tools: dict[str, ToolSchema] = {}
         self._results: list[ToolResult] = []
@@ -182,7 +191,8 @@ class Drive:
     async def _turn(self) -> StopReason | None:
         """Decode once and act on it; a reason when the program is over.
 
-        A turn whose engine is lost leaves no trace: the next one begins with the same tokens.
+        A turn whose engine is lost leaves no trace: the next one begins with the same tokens, and with
+        those that were told.
         """
         grant = await self._granted()
         if isinstance(grant, Refuse) and not self._turns:
@@ -215,13 +225,23 @@ class Drive:
         self._engine_ids.add(grant.engine_id)
         request = self._request(grant)
         self._conversation.sent()
-        reply = await self._around.generate(grant.engine_id, request)
-        if reply is None:
+        parts = await self._sampled(grant.engine_id, request)
+        if not parts:
             return None
-        if not reply.token_ids:
+        reply = parts[-1]
+        if not any(part.token_ids for part in parts):
             raise PolicyError(f"turn {grant.turn} came back empty ({reply.finish_reason})")
-        self._usage += used_by(reply, prompt_tokens=len(request.token_ids))
-        return reply, self._conversation.sampled(reply, started_s=began_s, ended_s=self._around.now_s())
+        self._usage += sum(map(used_by, parts), Usage(prompt_tokens=len(request.token_ids)))
+        ended_s = self._around.now_s()
+        turns = [self._conversation.sampled(part, started_s=began_s, ended_s=ended_s) for part in parts]
+        return reply, turns[-1]
+
+    async def _sampled(self, engine_id: EngineId, request: GenerateRequest) -> list[GenerateReply]:
+        """In one part for each engine that sampled; empty when the last one was lost."""
+        if self._stream is not None:
+            return await self._stream.sampled(engine_id, request, self._around.generate)
+        reply = await self._around.generate(engine_id, request)
+        return [] if reply is None else [reply]
 
     def _request(self, grant: Decode) -> GenerateRequest:
         changes = {

@@ -12,13 +12,22 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 import anyio
 
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.protocol import Engine
-from sostenuto.runtime.engines.wire import Capabilities, GenerateReply, GenerateRequest, Load
+from sostenuto.runtime.engines.wire import (
+    Capabilities,
+    GenerateReply,
+    GenerateRequest,
+    Load,
+    Spans,
+    WireSpan,
+    WireVersionSpan,
+)
 from sostenuto.runtime.turn_costs import cost_of
 from sostenuto.scheduler.actions import EngineJoined, EngineLoaded, EngineLost, Event, Probed
 from sostenuto.scheduler.gate import Gate
@@ -208,30 +217,48 @@ class Fleet:
         assert life.trouble is not None
         return life.trouble
 
-    async def generate(self, engine_id: EngineId, request: GenerateRequest) -> GenerateReply | None:
-        """Sample one turn; None when the engine was lost meanwhile, and EngineError when it refused."""
+    async def generate(
+        self, engine_id: EngineId, request: GenerateRequest, spans: Spans | None = None
+    ) -> GenerateReply | None:
+        """Sample one turn; None when the engine was lost meanwhile, and EngineError when it refused.
+
+        `spans` is called with tokens as they come, until the engine is lost.
+        """
         life = self._lives.get(engine_id)
         if life is None:
             return None
         reply: GenerateReply | None = None
         failure: EngineError | None = None
         served = self._gate.version(engine_id)
+        heard = spans and partial(self._hear, life, served, spans)
         with anyio.CancelScope() as call:
             life.calls.add(call)
             try:
-                reply = await life.engine.generate(request)
+                reply = await life.engine.generate(request, spans=heard)
             except EngineError as error:
                 failure = error
             finally:
                 life.calls.discard(call)
         if failure is not None and not await self._is_lost(life):
             raise failure
-        if reply is not None and served is not None and _is_older(reply, served):
-            self._lose(life, f"it has started anew: it sampled with older weights than {served}")
+        if reply is not None:
+            self._lose_if_older(life, served, reply.versions)
         if reply is None or not self._is_current(life):
             return None
         life.replied(reply)
         return reply
+
+    def _hear(self, life: _Life, served: Version | None, spans: Spans, span: WireSpan) -> None:
+        self._lose_if_older(life, served, [span])
+        if self._is_current(life):
+            spans(span)
+
+    def _lose_if_older(
+        self, life: _Life, served: Version | None, sampled: Iterable[WireSpan | WireVersionSpan]
+    ) -> None:
+        """`served`: the version of the engine when it was asked."""
+        if served is not None and any(Version.parse(span.version) < served for span in sampled):
+            self._lose(life, f"it has started anew: it sampled with older weights than {served}")
 
     async def release(self, engine_id: EngineId, program_id: ProgramId) -> None:
         """Give up a program's KV.  Where that fails, it is left to the engine, which evicts it in time."""
@@ -349,10 +376,6 @@ def version_of(engine_id: EngineId, facts: Capabilities) -> Version:
 def _median(values: Iterable[float]) -> float | None:
     some = list(values)
     return median(some) if some else None
-
-
-def _is_older(reply: GenerateReply, served: Version) -> bool:
-    return any(Version.parse(span.version) < served for span in reply.versions)
 
 
 def _end_calls(life: _Life) -> None:

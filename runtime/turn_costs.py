@@ -17,7 +17,7 @@ def cost_of(reply: GenerateReply) -> TurnCost:
     )
 
 
-def used_by(reply: GenerateReply, *, prompt_tokens: int) -> Usage:
+def used_by(reply: GenerateReply, *, prompt_tokens: int = 0) -> Usage:
     return Usage(
         decode_s=reply.decode_s,
         prefill_s=reply.prefill_s,

@@ -23,7 +23,9 @@ from sostenuto.runtime.engines.wire import (
     PauseMode,
     ScoreReply,
     ScoreRequest,
+    Spans,
     WireVersionSpan,
+    tell,
 )
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.rendering.renderer import Extension, Piece, Turn
@@ -178,7 +180,7 @@ class FakeEngine:
             pause_s=0.0,
         )
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
+    async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
         program = request.program_id
         self._check_alive()
         turn = self.turns.get(program, 0)
@@ -193,7 +195,9 @@ class FakeEngine:
         self._check_alive()
         if turn == self.fail_on_turn:
             raise EngineError(f"engine e0: generate of turn {turn} broke")
-        return self.reply(request, turn)
+        reply = self.reply(request, turn)
+        tell(reply, spans)
+        return reply
 
     def reply(self, request: GenerateRequest, turn: int) -> GenerateReply:
         program = request.program_id

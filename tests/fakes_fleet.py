@@ -12,7 +12,13 @@ from sostenuto.runtime.crew import Crew, open_crew
 from sostenuto.runtime.dispatcher import open_dispatcher
 from sostenuto.runtime.engines.opened import Opened, Source
 from sostenuto.runtime.engines.suits import Requirements
-from sostenuto.runtime.engines.wire import CommitReply, CommitRequest, GenerateReply, GenerateRequest
+from sostenuto.runtime.engines.wire import (
+    CommitReply,
+    CommitRequest,
+    GenerateReply,
+    GenerateRequest,
+    Spans,
+)
 from sostenuto.runtime.program import Timeouts
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.settings import SchedulerSettings
@@ -61,9 +67,9 @@ class Replica(FakeEngine):
         super().dies()
         self.died.set()
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
+    async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
         self.did.append(f"generate {self.version}")
-        return await super().generate(request)
+        return await super().generate(request, spans=spans)
 
     async def prepare_update(self, manifest: Manifest) -> None:
         self._check_alive()

@@ -32,7 +32,9 @@ from sostenuto.runtime.engines.wire import (
     PauseMode,
     ScoreReply,
     ScoreRequest,
+    Spans,
     WireVersionSpan,
+    tell,
 )
 from sostenuto.runtime.journal import open_journal
 from sostenuto.runtime.ledger import Ledger
@@ -109,7 +111,7 @@ class ScriptedEngine:
             threads=1,
         )
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
+    async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
         self.decoding += 1
         try:
             await anyio.sleep(self.decode_s)
@@ -117,7 +119,9 @@ class ScriptedEngine:
             self.decoding -= 1
         if self.broken:
             raise EngineError(self.broken)
-        return self._reply(request)
+        reply = self._reply(request)
+        tell(reply, spans)
+        return reply
 
     def _reply(self, request: GenerateRequest) -> GenerateReply:
         program = request.program_id

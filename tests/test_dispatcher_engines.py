@@ -10,7 +10,7 @@ from fakes import FakeEngine, FakeRenderer, FakeTools, spec
 from sostenuto.errors import Blame, EngineError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
-from sostenuto.runtime.engines.wire import Capabilities, GenerateReply, GenerateRequest
+from sostenuto.runtime.engines.wire import Capabilities, GenerateReply, GenerateRequest, Spans
 from sostenuto.runtime.program import Timeouts
 from sostenuto.scheduler.actions import (
     Action,
@@ -205,10 +205,10 @@ async def test_without_an_engine_the_deadline_of_a_program_ends_its_wait():
 
 async def test_an_engine_that_refuses_and_is_alive_fails_that_program_alone():
     class Refusing(FakeEngine):
-        async def generate(self, request: GenerateRequest) -> GenerateReply:
+        async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
             if request.program_id == "b":
                 raise EngineError("engine e0: refused (400, token_ids)")
-            return await super().generate(request)
+            return await super().generate(request, spans=spans)
 
     policy, tools = Watched(), FakeTools()
     async with dispatching({E0: Refusing(SCRIPT)}, tools, policy) as dispatcher:
@@ -240,7 +240,7 @@ async def test_what_a_dead_engine_still_answers_is_ignored():
     class Undead(FakeEngine):
         """Dies at its first call; the reply to any other is on its way by then."""
 
-        async def generate(self, request: GenerateRequest) -> GenerateReply:
+        async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
             self.requests.append(request)
             if len(self.requests) == 1:
                 await anyio.sleep(0.1)

@@ -23,6 +23,8 @@ from sostenuto.runtime.engines.wire import (
     PauseMode,
     ScoreReply,
     ScoreRequest,
+    Spans,
+    tell,
 )
 from sostenuto.runtime.rendering.renderer import Piece, Turn
 from sostenuto.scheduler.settings import SchedulerSettings
@@ -56,7 +58,7 @@ class CoreEngine:
     async def load(self) -> Load:
         return self.core.load()
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
+    async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
         answers: list[GenerateReply | Refusal] = []
         self.core.submit(request, answers.append)
         await self._run_until(lambda: bool(answers))
@@ -64,6 +66,7 @@ class CoreEngine:
         if isinstance(reply, Refusal):
             raise EngineError(str(reply))
         self.cached.setdefault(request.program_id, []).append(reply.cached_tokens)
+        tell(reply, spans)
         return reply
 
     async def _run_until(self, over: Callable[[], bool]) -> None:

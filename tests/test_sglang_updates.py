@@ -19,6 +19,7 @@ from sostenuto.runtime.engines.wire import (
     FinishReason,
     GenerateReply,
     ScoreRequest,
+    WireSpan,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -250,18 +251,16 @@ async def test_an_engine_that_loads_is_not_taken_for_lost(
     assert (await engine.capabilities()).version == "0.1"
 
 
-async def test_streamed_tokens_never_pass_for_newer_than_they_are(
+async def test_a_stream_across_an_update_tells_each_token_with_its_own_version(
     served: Served, fake: FakeSGLang, engine: SGLangEngine
 ):
     await engine.prepare_update(served.publish("0.1", 1))
-    told: list[str] = []
+    told: list[WireSpan] = []
     replies: list[GenerateReply] = []
 
     async def ask() -> None:
         made = request("a", PROMPT, max_new_tokens=150)
-        replies.append(
-            await engine.generate(made, spans=lambda span: told.extend([span.version] * len(span.token_ids)))
-        )
+        replies.append(await engine.generate(made, spans=told.append))
 
     async with anyio.create_task_group() as group:
         group.start_soon(ask)
@@ -269,7 +268,15 @@ async def test_streamed_tokens_never_pass_for_newer_than_they_are(
         while not told:  # noqa: ASYNC110 - the fake steps by itself
             await anyio.sleep(0.002)
         await engine.commit_update(CommitRequest(version="0.1"))
-    (old, new) = replies[0].versions
-    assert len(told) == new.end
-    assert set(told[: old.end]) == {"0.0"}
-    assert told[-1] == "0.1"
+    assert [span.version for span in replies[0].versions] == ["0.0", "0.1"]
+    assert whole(told) == whole(replies[0].spans())
+    assert len(told) > 2
+
+
+def whole(spans: list[WireSpan]) -> list[tuple[int, float, str]]:
+    """Token by token."""
+    return [
+        (token, logprob, span.version)
+        for span in spans
+        for token, logprob in zip(span.token_ids, span.logprobs, strict=True)
+    ]

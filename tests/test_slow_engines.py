@@ -7,7 +7,7 @@ import pytest
 
 from fakes import FakeEngine, FakeRenderer, FakeTools, spec
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
-from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest
+from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest, Spans
 from sostenuto.scheduler.actions import Action, Event, Probe, Recovered, Slowed, TurnCost
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings
@@ -122,8 +122,8 @@ class Told(Scheduler):
 class Machine(FakeEngine):
     """Takes `decode_s` for a turn, and for a probe, whatever is asked."""
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
-        reply = await super().generate(request)
+    async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
+        reply = await super().generate(request, spans=spans)
         if request.program_id.startswith("probe/"):
             self.held.pop(request.program_id)
         return reply

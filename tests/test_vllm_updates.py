@@ -9,7 +9,7 @@ from benchmarks.vllm_weights import manifest_of
 
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.vllm.transports import Distributed
-from sostenuto.runtime.engines.wire import CommitRequest
+from sostenuto.runtime.engines.wire import CommitRequest, GenerateReply, WireSpan
 from sostenuto.trainer.publication.manifest import Manifest
 from vllm_targets import request
 from vllm_worlds import LONG, Worlds, refusing, saying, silent, until_sampled, update, worlds_in
@@ -88,6 +88,46 @@ async def test_a_cancelled_update_is_resumed_and_doubted(worlds: Worlds):
         assert not world.fake.paused
         with pytest.raises(EngineError, match=r"its update to 0.1 did not come to an end"):
             await engine.generate(request("a"))
+
+
+async def test_a_stream_across_an_update_tells_each_token_with_its_own_version(worlds: Worlds):
+    told: list[WireSpan] = []
+    replies: list[GenerateReply] = []
+    async with worlds() as world, world.engine() as engine:
+        await engine.prepare_update(manifest_of(world.other, "0.1"))
+
+        async def ask() -> None:
+            asked = request("a", max_new_tokens=200)
+            replies.append(await engine.generate(asked, spans=told.append))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            while not told:  # noqa: ASYNC110 - the fake steps by itself
+                await anyio.sleep(0.002)
+            await engine.commit_update(CommitRequest(version="0.1", running="continue", held="keep"))
+    (reply,) = replies
+    assert [span.version for span in reply.versions] == ["0.0", "0.1"]
+    assert len(told) > 2
+    by_token = [(token, span.version) for span in told for token in span.token_ids]
+    assert by_token == [(token, span.version) for span in reply.spans() for token in span.token_ids]
+    assert [value for span in told for value in span.logprobs] == reply.logprobs
+
+
+async def test_tokens_that_were_told_under_another_version_than_the_answers_are_an_error(worlds: Worlds):
+    """Somebody else updates the server."""
+    told: list[WireSpan] = []
+    async with worlds() as world, world.engine() as engine:
+        await engine.capabilities()
+
+        async def ask() -> None:
+            with pytest.raises(EngineError, match=r"200 tokens came under version 0\.0, and its answer has"):
+                await engine.generate(request("a", max_new_tokens=200), spans=told.append)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            while not told:  # noqa: ASYNC110 - the fake steps by itself
+                await anyio.sleep(0.002)
+            world.fake.version = "0.7"
 
 
 async def test_the_order_of_an_update(worlds: Worlds):

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -23,6 +23,9 @@ from pydantic import BaseModel, ValidationError
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
 from sostenuto.runtime.engines.wire import (
+    ERROR_LINE,
+    REPLY_LINE,
+    SPAN_LINE,
     AdapterReply,
     AdapterRequest,
     Capabilities,
@@ -34,6 +37,8 @@ from sostenuto.runtime.engines.wire import (
     PauseMode,
     ScoreReply,
     ScoreRequest,
+    Spans,
+    WireSpan,
 )
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, ProgramId
@@ -45,6 +50,7 @@ Reply = TypeVar("Reply", bound=BaseModel)
 
 _STOP_S = 5.0
 _LOG_LINES = 12
+_SHOWN_BYTES = 80
 _MOMENTS, _MOMENT_S = 10, 0.05
 
 
@@ -98,10 +104,23 @@ class EngineClient:
     async def load(self) -> Load:
         return self._read(Load, await self._call("GET", "load"))
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Sample one turn.  A cancelled call aborts the request in the engine."""
+    async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
+        """Sample one turn.  A cancelled call aborts the request in the engine.
+
+        `spans` is called with tokens as they come; all of them are in the reply, too.  A stream that breaks
+        is an EngineError: what it told is no turn.
+        """
         sent = _encoded(request)
-        received = await self._call("POST", "generate", sent, within_s=self._generate_s)
+        if spans is None:
+            received = await self._call("POST", "generate", sent, within_s=self._generate_s)
+            return self._replied(request, sent, received)
+        received, told = await self._stream(sent, spans)
+        reply = self._replied(request, sent, received)
+        if len(reply.token_ids) != told:
+            raise self._broken_stream(told, f"its reply has {len(reply.token_ids)}")
+        return reply
+
+    def _replied(self, request: GenerateRequest, sent: bytes, received: bytes) -> GenerateReply:
         if self._tap is not None:
             self._tap(request.request_id, sent, received)
         return self._read(GenerateReply, received)
@@ -163,25 +182,65 @@ class EngineClient:
         """Drop every KV that no request runs on."""
         await self._call("POST", "flush", b"{}")
 
+    async def _stream(self, sent: bytes, spans: Spans) -> tuple[bytes, int]:
+        """Tell the spans as they come; returns the reply, and how many tokens were told."""
+        told = 0
+        async with (
+            self._asked("POST", "generate?stream=1", sent, self._generate_s) as response,
+            aclosing(_lines(response.content)) as lines,
+        ):
+            async for line in lines:
+                if not line.endswith(b"}\n"):
+                    raise self._broken_stream(told, f"a line is only {line[:_SHOWN_BYTES]!r}")
+                if line.startswith(REPLY_LINE):
+                    return line[len(REPLY_LINE) : -2], told
+                if line.startswith(ERROR_LINE):
+                    raise EngineError(f"{self._where('generate')}: {_refusal(response.status, line)}")
+                span = self._span(line, told)
+                told += len(span.token_ids)
+                spans(span)
+        raise self._broken_stream(told, "it ended without a reply")
+
+    def _span(self, line: bytes, told: int) -> WireSpan:
+        try:
+            return WireSpan.model_validate_json(line[:-2].removeprefix(SPAN_LINE))
+        except ValidationError as exc:
+            raise self._broken_stream(told, f"a line is no span: {line[:_SHOWN_BYTES]!r}") from exc
+
+    def _broken_stream(self, told: int, what: str) -> EngineError:
+        return EngineError(
+            f"{self._where('generate')}: the stream broke after {told} tokens: {what}; "
+            "send the request again, and look into the engine's log"
+        )
+
     async def _call(
         self, method: str, route: str, body: bytes | None = None, *, within_s: float | None = None
     ) -> bytes:
+        limit_s = self._control_s if within_s is None else within_s
+        async with self._asked(method, route, body, limit_s) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, route: str, body: bytes | None, limit_s: float
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """A response of status 200; EngineError for any other end, also while it is read."""
         if self._session is None or self._session.closed:
             raise EngineError(f"{self._where(route)}: the client is not open; use `async with`")
-        limit_s = self._control_s if within_s is None else within_s
         try:
             with anyio.fail_after(limit_s):
                 async with self._session.request(method, f"http://engine/{route}", data=body) as response:
-                    content = await response.read()
+                    if response.status != 200:
+                        raise EngineError(
+                            f"{self._where(route)}: {_refusal(response.status, await response.read())}"
+                        )
+                    yield response
         except TimeoutError as exc:
             remedy = "look into its log, or allow it more time"
             raise EngineError(f"{self._where(route)}: no answer within {limit_s:g} s; {remedy}") from exc
         except (aiohttp.ClientError, OSError) as exc:
             reason = await self._reason() or f"{type(exc).__name__}: {exc}; is the engine running?"
             raise EngineError(f"{self._where(route)}: {reason}") from exc
-        if response.status != 200:
-            raise EngineError(f"{self._where(route)}: {_refusal(response.status, content)}")
-        return content
 
     async def _reason(self) -> str:
         """What is known of the process; its connection ends a moment before its exit status is known."""
@@ -295,6 +354,20 @@ def _obituary(process: Process, log: Path) -> str:
 def _last(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
     return f"; the end of {log}:\n" + "\n".join(lines) if lines else f"; {log} is empty"
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
+    """Lines with their ends; the last one may be without.  `readline` would refuse a long one."""
+    pending = bytearray()
+    async for piece in content.iter_any():
+        pending += piece
+        if b"\n" in piece:
+            *whole, rest = pending.split(b"\n")
+            for line in whole:
+                yield bytes(line) + b"\n"
+            pending = rest
+    if pending:
+        yield bytes(pending)
 
 
 def _encoded(body: BaseModel) -> bytes:

@@ -15,6 +15,7 @@ from sostenuto.runtime.engines.wire import (
     PauseMode,
     ScoreReply,
     ScoreRequest,
+    Spans,
 )
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import ProgramId
@@ -27,8 +28,11 @@ class Engine(Protocol):
 
     async def load(self) -> Load: ...
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Sample one turn.  A cancelled call aborts the request in the engine."""
+    async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
+        """Sample one turn.  A cancelled call aborts the request in the engine.
+
+        `spans` is called with tokens as they come; all of them are in the reply, too.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:

@@ -16,13 +16,19 @@
     POST /adapters/load   AdapterRequest -> AdapterReply   for new requests; those that run keep theirs
     POST /adapters/unload           {"name"}      -> {}    idempotent
     POST /flush                   -> {}                                drops every KV that no request runs on
+With `POST /generate?stream=1` the answer is lines of JSON: {"span": WireSpan} as tokens come, then one
+{"reply": GenerateReply}, whose tokens are those of the spans, or a refusal.
 A refusal is {"error", "message", "remedy"} with a 4xx status when the request is at fault, else 5xx.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SPAN_LINE, REPLY_LINE, ERROR_LINE = b'{"span":', b'{"reply":', b'{"error":'
+"""How the lines of a stream begin."""
 
 
 class Wire(BaseModel):
@@ -150,6 +156,10 @@ class WireSpan(Wire):
     version: str
 
 
+Spans = Callable[[WireSpan], None]
+"""Called with tokens as they come."""
+
+
 class PauseMode(StrEnum):
     """What becomes of the requests that run; new ones wait for `resume` in each mode."""
 
@@ -208,6 +218,25 @@ class GenerateReply(Wire):
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """For each sampled token the most probable ones (token, log-probability), best first."""
     routed_experts: RoutedExperts | None = None
+
+    def spans(self, start: int = 0) -> list[WireSpan]:
+        """The sampled tokens from place `start` on, version by version."""
+        return [
+            WireSpan(
+                token_ids=self.token_ids[max(start, span.start) : span.end],
+                logprobs=self.logprobs[max(start, span.start) : span.end],
+                version=span.version,
+            )
+            for span in self.versions
+            if span.end > max(start, span.start)
+        ]
+
+
+def tell(reply: GenerateReply, spans: Spans | None) -> None:
+    """Tell the spans of a turn that is known as a whole."""
+    if spans is not None:
+        for span in reply.spans():
+            spans(span)
 
 
 class AdapterRequest(Wire):

@@ -27,6 +27,7 @@ from sostenuto.runtime.engines.wire import (
     PauseMode,
     ScoreReply,
     ScoreRequest,
+    Spans,
 )
 from sostenuto.runtime.rendering.renderer import Extension, Piece, Turn
 from sostenuto.runtime.simulation.plan import Plan
@@ -186,7 +187,7 @@ class ReplayEngine:
         self._waited_before_s = 0.0
         """Time in which programs waited, when the engine had nothing to do any more."""
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
+    async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
         program = self._course.program(request.program_id)
         tokens = program.turn.output_tokens
         if tokens > request.max_new_tokens:
@@ -196,7 +197,8 @@ class ReplayEngine:
         program.is_sent(self._id, len(request.token_ids))
         self._enters()
         try:
-            reply = await self._engine.generate(request.model_copy(update={"max_new_tokens": tokens}))
+            exact = request.model_copy(update={"max_new_tokens": tokens})
+            reply = await self._engine.generate(exact, spans=spans)
         finally:
             self._leaves()
         program.is_answered(reply)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 FEATURES = frozenset(
     {
         Feature.HOLD, Feature.SCORE, Feature.UPDATE, Feature.PAUSE, Feature.TRUNCATION, Feature.PENALTIES,
-        Feature.TOP_LOGPROBS, Feature.ADAPTERS,
+        Feature.TOP_LOGPROBS, Feature.STREAM, Feature.ADAPTERS,
     }
 )  # fmt: skip
 
@@ -117,7 +117,7 @@ class Core:
         request: GenerateRequest,
         answer: Callable[[GenerateReply | Refusal], None],
         guide: "Guide | None" = None,
-    ) -> None:
+    ) -> Turn:
         """Queue a request, or raise Refusal.  With a grammar, `guide` stands at its start."""
         self._refuse_when_broken()
         adapter = self.adapters.get(request.adapter)
@@ -144,6 +144,7 @@ class Core:
         )
         self._submitted += 1
         self._wait(turn)
+        return turn
 
     def _wait(self, turn: Turn) -> None:
         insort(self._waiting, turn, key=lambda turn: turn.place)

@@ -14,6 +14,8 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.embedded.streaming import streamed
+from sostenuto.runtime.engines.embedded.turn import Turn
 from sostenuto.runtime.engines.embedded.worker import Worker
 from sostenuto.runtime.engines.wire import (
     AdapterRequest,
@@ -88,18 +90,23 @@ class Server:
     async def _load(self, _request: web.Request) -> web.Response:
         return _reply(await self._worker.ask(lambda core: core.load()))
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await _parsed(request, GenerateRequest)
         guide = await self._guide(body.sampling)
+        if request.query.get("stream") == "1":
+            return await streamed(request, lambda told: self._sampled(body, guide, told))
+        return _reply(await self._sampled(body, guide, lambda _: None))
+
+    async def _sampled(
+        self, body: GenerateRequest, guide: "Guide | None", told: Callable[[Turn], None]
+    ) -> GenerateReply:
+        """What the engine answers; `told` is called on its thread with the turn that it queues."""
         try:
-            reply: GenerateReply = await self._worker.request(
-                lambda core, answer: core.submit(body, answer, guide)
-            )
+            return await self._worker.request(lambda core, answer: told(core.submit(body, answer, guide)))
         except anyio.get_cancelled_exc_class():
             # Nobody waits for the tokens, and nobody is left who would release the KV.
             self._worker.post(lambda core: core.abort(body.request_id, hold=False))
             raise
-        return _reply(reply)
 
     async def _guide(self, sampling: Sampling) -> "Guide | None":
         """Compiled here, so that the engine's thread never waits for it."""

@@ -26,6 +26,7 @@ from sostenuto.runtime.engines.wire import (
     GenerateReply,
     GenerateRequest,
     RoutedExperts,
+    WireSpan,
     WireVersionSpan,
 )
 from sostenuto.types import Version
@@ -241,6 +242,25 @@ class Turn:
             top_logprobs=self.top_logprobs if self.request.top_logprobs else None,
             routed_experts=self.routed_experts,
         )
+
+    def spans_since(self, start: int) -> list[WireSpan]:
+        """What was sampled from place `start` on.  Any thread may ask: what is there does not change."""
+        end, first = len(self.logprobs), len(self.request.token_ids)
+        starts = [*self.version_starts]
+        ends = [*(begin for _, begin in starts[1:]), end]
+        parts = [
+            (version, max(start, begin), min(end, stop))
+            for (version, begin), stop in zip(starts, ends, strict=True)
+        ]
+        return [
+            WireSpan(
+                token_ids=self.tokens[first + begin : first + stop].tolist(),
+                logprobs=self.logprobs[begin:stop],
+                version=str(version),
+            )
+            for version, begin, stop in parts
+            if begin < stop
+        ]
 
     def _version_spans(self) -> list[WireVersionSpan]:
         edges = [*(start for _, start in self.version_starts), self.generated]

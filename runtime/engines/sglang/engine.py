@@ -23,6 +23,7 @@ from sostenuto.runtime.engines.http import EngineHttp, HttpRefusal
 from sostenuto.runtime.engines.sglang.bodies import (
     Place,
     generate_body,
+    is_truncated,
     score_body,
 )
 from sostenuto.runtime.engines.sglang.checks import Checks
@@ -35,6 +36,7 @@ from sostenuto.runtime.engines.sglang.replies import Asked, Generated, generate_
 from sostenuto.runtime.engines.sglang.streaming import Stream
 from sostenuto.runtime.engines.sglang.transports import Transport
 from sostenuto.runtime.engines.sglang.updating import Updating
+from sostenuto.runtime.engines.telling import Telling
 from sostenuto.runtime.engines.wire import (
     Capabilities,
     CommitReply,
@@ -46,7 +48,7 @@ from sostenuto.runtime.engines.wire import (
     PauseMode,
     ScoreReply,
     ScoreRequest,
-    WireSpan,
+    Spans,
 )
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, ProgramId
@@ -143,12 +145,11 @@ class SGLangEngine:
             updates=self._updating.updates, busy_s=self._flights.busy_s(), pause_s=self._pausing.paused_s(),
         )  # fmt: skip
 
-    async def generate(
-        self, request: GenerateRequest, *, spans: Callable[[WireSpan], None] | None = None
-    ) -> GenerateReply:
+    async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
         """Sample one turn.  A cancelled call aborts the request in the engine.
 
-        `spans` is called with tokens as they come; all of them are in the reply, too.
+        `spans` is called with tokens as they come, those after an update or of a truncated distribution
+        only at the end; all of them are in the reply, too.
         """
         facts = await self._known()
         self._check_believed()
@@ -243,9 +244,7 @@ class SGLangEngine:
         """As `offload`."""
         await self._lacks(Feature.OFFLOAD, program_id)
 
-    async def _generate(
-        self, flight: Flight, facts: Facts, spans: Callable[[WireSpan], None] | None
-    ) -> GenerateReply:
+    async def _generate(self, flight: Flight, facts: Facts, spans: Spans | None) -> GenerateReply:
         request = flight.request
         holds = request.hold and Feature.HOLD in facts.features
         session = self._sessions.of(ProgramId(request.program_id)) if holds else None
@@ -253,8 +252,9 @@ class SGLangEngine:
         session_id = session.session_id if session else None
         body = generate_body(request, facts, Place(flight.rid, key, session_id, spans is not None))
         before_s, flight.is_sent = self._pausing.paused_s(), True
+        telling = spans and self._telling(spans, request)
         try:
-            answer, where = await self._answer(body, spans, facts)
+            answer, where = await self._answer(body, telling, facts)
         except HttpRefusal:
             raise
         except (anyio.get_cancelled_exc_class(), EngineError):
@@ -267,6 +267,8 @@ class SGLangEngine:
         asked = Asked(where, flight.rid, request, facts.model.experts_a_token, pause_s)
         reply = generate_reply(answer, asked)
         self._checks.versions(reply, request)
+        if telling is not None:
+            telling.end(reply)
         self._totals.count(reply)
         if session is not None:
             session.tokens = len(request.token_ids) + len(reply.token_ids)
@@ -278,16 +280,25 @@ class SGLangEngine:
         with waiting_for_it(self._deadlines.generate_s, self._checks.error):
             await self._pausing.until_open(is_given_up)
 
+    def _telling(self, spans: Spans, request: GenerateRequest) -> Telling:
+        # What is kept of a truncated distribution is made out from the whole answer.
+        version, updating, is_whole = self._version, self._updating, not is_truncated(request.sampling)
+
+        def is_certain() -> bool:
+            return is_whole and self._version == version and not updating.is_under_way and not updating.doubt
+
+        return Telling(spans, version=version, is_certain=is_certain, where=self._http.where("/generate"))
+
     async def _answer(
-        self, body: dict[str, object], spans: Callable[[WireSpan], None] | None, facts: Facts
+        self, body: dict[str, object], telling: Telling | None, facts: Facts
     ) -> tuple[Generated, str]:
         """The whole answer, and the call's name for errors."""
-        if spans is None:
+        if telling is None:
             answer = await self._http.post("/generate", body, within_s=self._deadlines.generate_s)
             return answer.read(Generated), answer.where
         where = self._http.where("/generate")
         incremental = facts.server.incremental_streaming_output
-        stream = Stream(spans, where, version=self._version, is_incremental=incremental)
+        stream = Stream(telling, where, is_incremental=incremental)
         await self._http.stream("/generate", body, stream.take, within_s=self._deadlines.generate_s)
         return stream.whole(), where
 

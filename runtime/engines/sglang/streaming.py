@@ -1,17 +1,14 @@
 """An answer in events: tokens as they come, and in the end the whole of it.
 
 Each event repeats everything so far, or carries only what is new (`--incremental-streaming-output`).
-Only the last one says which version each token is of.  Until then tokens pass for what the server served
-when the event before theirs was made: never for newer than they are.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.http import Answer
 from sostenuto.runtime.engines.sglang.replies import Event, Generated, MetaInfo
-from sostenuto.runtime.engines.wire import WireSpan
+from sostenuto.runtime.engines.telling import Telling
 
 _SLICED = (
     "output_token_logprobs",
@@ -25,13 +22,9 @@ _SLICED = (
 class Stream:
     """Of one request."""
 
-    def __init__(
-        self, spans: Callable[[WireSpan], None], where: str, *, version: str, is_incremental: bool
-    ) -> None:
-        """`version`: what the server serves now."""
-        self._spans = spans
+    def __init__(self, telling: Telling, where: str, *, is_incremental: bool) -> None:
+        self._telling = telling
         self._where = where
-        self._version = version
         self._is_incremental = is_incremental
         self._ids: list[int] = []
         self._said: dict[str, list[Any]] = {}
@@ -67,9 +60,11 @@ class Stream:
 
     def _tell(self, before: int) -> None:
         """Hand on the tokens from position `before`."""
-        assert self._last is not None
         tokens = self._ids[before:]
-        if tokens:
-            values = [value for value, _, _ in (self._said["output_token_logprobs"] or [])[before:]]
-            self._spans(WireSpan(token_ids=tokens, logprobs=values, version=self._version))
-        self._version = self._last.weight_version
+        values = [value for value, _, _ in (self._said["output_token_logprobs"] or [])[before:]]
+        if len(values) != len(tokens) or None in values:
+            raise EngineError(
+                f"{self._where}: {len(tokens)} tokens came with log-probabilities {values[:4]}; "
+                "is its version one that the adapter knows?"
+            )
+        self._telling.tell(tokens, values)

@@ -55,6 +55,8 @@ class Updating:
         self.doubt = ""
         """Why its weights are not known; empty while they are."""
         self.is_swapping = False
+        self.is_under_way = False
+        """Whether it may serve either version."""
         self.updates = 0
 
     async def prepare(self, manifest: Manifest) -> None:
@@ -76,14 +78,13 @@ class Updating:
             if manifest is None or manifest.version != request.version:
                 where = self._admin.where("commit_update")
                 raise EngineError(f"{where}: version {request.version} is not prepared; prepare it first")
-            is_recomputed = request.running == "recompute"
-            began_s = anyio.current_time()
-            async with self._pausing.standing_still(PauseMode.RETRACT if is_recomputed else PauseMode.KEEP):
-                if is_recomputed:
-                    await self.flush()
-                await self._swap(manifest)
-            stood_s = anyio.current_time() - began_s
-            await self._transport.served(manifest.version)
+            began_s, self.is_under_way = anyio.current_time(), True
+            try:
+                await self._take_in(manifest, is_recomputed=request.running == "recompute")
+                stood_s = anyio.current_time() - began_s
+                await self._transport.served(manifest.version)
+            finally:
+                self.is_under_way = False
             return stood_s
 
     async def flush(self) -> None:
@@ -109,6 +110,12 @@ class Updating:
         """The server is a new one, with the weights that it was started with."""
         self.doubt, self._last = "", None
         self._transport.restarted()
+
+    async def _take_in(self, manifest: Manifest, *, is_recomputed: bool) -> None:
+        async with self._pausing.standing_still(PauseMode.RETRACT if is_recomputed else PauseMode.KEEP):
+            if is_recomputed:
+                await self.flush()
+            await self._swap(manifest)
 
     async def _swap(self, manifest: Manifest) -> None:
         version = manifest.version

@@ -25,6 +25,7 @@ import anyio.lowlevel
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.flights import Flight, Flights, waiting_for_it, without_tokens
 from sostenuto.runtime.engines.http import EngineHttp, HttpRefusal
+from sostenuto.runtime.engines.telling import Telling
 from sostenuto.runtime.engines.vllm.bodies import Place, engine_ids, generate_body, score_body
 from sostenuto.runtime.engines.vllm.checks import Checks
 from sostenuto.runtime.engines.vllm.facts import UNLABELLED, Facts, Route
@@ -45,7 +46,7 @@ from sostenuto.runtime.engines.wire import (
     PauseMode,
     ScoreReply,
     ScoreRequest,
-    WireSpan,
+    Spans,
 )
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, ProgramId
@@ -149,13 +150,11 @@ class VllmEngine:
             pause_s=self._pausing.paused_s(),
         )
 
-    async def generate(
-        self, request: GenerateRequest, *, spans: Callable[[WireSpan], None] | None = None
-    ) -> GenerateReply:
+    async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
         """Sample one turn.  A cancelled call aborts the request in the engine.
 
-        `spans` is called with tokens as they come, under the version that was served when the request
-        was sent; the reply has all of them, under their own.
+        `spans` is called with tokens as they come, those after an update only at the end; all of them are
+        in the reply, too.
         """
         facts = await self._known()
         self._check_believed()
@@ -238,9 +237,7 @@ class VllmEngine:
         """As `offload`."""
         await self.offload(program_id)
 
-    async def _generate(
-        self, flight: Flight, facts: Facts, spans: Callable[[WireSpan], None] | None
-    ) -> GenerateReply:
+    async def _generate(self, flight: Flight, facts: Facts, spans: Spans | None) -> GenerateReply:
         """Send it, and again where the server refused it because it is paused."""
         deadline_s = anyio.current_time() + self._deadlines.generate_s
         before_s = self._pausing.paused_s()
@@ -249,9 +246,8 @@ class VllmEngine:
             if flight.is_given_up:
                 return without_tokens()
             self._check_believed()
-            gathered = Gathered(
-                self._http.where(facts.route), flight.request, self._version, spans, anyio.current_time()
-            )
+            where, telling = self._http.where(facts.route), spans and self._telling(spans, facts)
+            gathered = Gathered(where, flight.request, self._version, telling, anyio.current_time())
             try:
                 await self._send(flight, facts, gathered, deadline_s - anyio.current_time())
                 break
@@ -263,11 +259,21 @@ class VllmEngine:
         pause_s = self._pausing.paused_s() - before_s
         reply = gathered.reply(self._checks.version, pause_s=pause_s)
         self._checks.versions(reply, flight.request)
+        if gathered.telling is not None:
+            gathered.telling.end(reply)
         return reply
+
+    def _telling(self, spans: Spans, facts: Facts) -> Telling:
+        version, updating = self._version, self._updating
+
+        def is_certain() -> bool:
+            return self._version == version and not updating.is_under_way and not updating.doubt
+
+        return Telling(spans, version=version, is_certain=is_certain, where=self._http.where(facts.route))
 
     async def _send(self, flight: Flight, facts: Facts, gathered: Gathered, within_s: float) -> None:
         request = flight.request
-        place = Place(flight.rid, self._salt(request.salt), streams_tokens=gathered.tell is not None)
+        place = Place(flight.rid, self._salt(request.salt), streams_tokens=gathered.telling is not None)
         body = generate_body(request, facts, place)
         flight.is_sent = True
         try:

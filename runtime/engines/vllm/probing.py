@@ -183,7 +183,7 @@ class _Trials:
         """Sample a token in a request with these fields."""
         request = GenerateRequest.model_validate({**_TRIAL, **asked})
         where = self.http.where(facts.route)
-        gathered = Gathered(where, request, served="", tell=None, sent_s=0.0)
+        gathered = Gathered(where, request, served="", telling=None, sent_s=0.0)
         body = generate_body(request, facts, _place())
         await self.http.stream(facts.route, body, gathered.take, within_s=self.within_s)
         if not gathered.token_ids:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.http import Answer
+from sostenuto.runtime.engines.telling import Telling
 from sostenuto.runtime.engines.wire import (
     FinishReason,
     GenerateReply,
@@ -23,7 +24,6 @@ from sostenuto.runtime.engines.wire import (
     RoutedExperts,
     ScoreReply,
     ScoreRequest,
-    WireSpan,
     WireVersionSpan,
 )
 from sostenuto.types import Version
@@ -106,7 +106,7 @@ class Gathered:
     request: GenerateRequest
     served: str
     """The version when it was sent: what is sampled is of this one or a newer."""
-    tell: Callable[[WireSpan], None] | None
+    telling: Telling | None
     sent_s: float
     first_s: float | None = None
     token_ids: list[int] = field(default_factory=list[int])
@@ -156,8 +156,8 @@ class Gathered:
             self.token_ids += tokens
             self.logprobs += logprobs
             self.top += top
-            if self.tell is not None:
-                self.tell(WireSpan(token_ids=tokens, logprobs=logprobs, version=self.served))
+            if self.telling is not None:
+                self.telling.tell(tokens, logprobs)
         self.experts = choice.routed_experts or self.experts
         if choice.finish_reason is not None:
             self.end = choice

@@ -68,6 +68,8 @@ class Updating:
         self._last: _Sum | None = None
         self.doubt = ""
         """Why its weights are not known; empty while they are."""
+        self.is_under_way = False
+        """Whether it may serve either version."""
         self.updates = 0
 
     async def prepare(self, manifest: Manifest) -> None:
@@ -89,12 +91,15 @@ class Updating:
         """Serve the prepared version; how long the engine stood still, in seconds."""
         async with self._turn:
             manifest = self._checked(request)
-            began_s = anyio.current_time()
-            async with self._pausing.standing_still():
-                await self._swap(manifest, request)
-            stood_s = anyio.current_time() - began_s
-            self._prepared = None
-            await self._transport.served(manifest.version)
+            began_s, self.is_under_way = anyio.current_time(), True
+            try:
+                async with self._pausing.standing_still():
+                    await self._swap(manifest, request)
+                stood_s = anyio.current_time() - began_s
+                self._prepared = None
+                await self._transport.served(manifest.version)
+            finally:
+                self.is_under_way = False
             return stood_s
 
     def restarted(self) -> None:

@@ -15,7 +15,9 @@ from sostenuto.runtime.engines.wire import (
     PauseMode,
     ScoreReply,
     ScoreRequest,
+    Spans,
     WireVersionSpan,
+    tell,
 )
 from sostenuto.runtime.simulation.clock import Clock
 from sostenuto.runtime.simulation.dispatched.script import FIRST_ID, Stage, in_grains
@@ -72,7 +74,7 @@ class DispatchedEngine:
             pause_s=0.0,
         )
 
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
+    async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
         stage, engine_id = self._stage, self._engine.id
         script = stage.scripts[ProgramId(request.program_id)]
         asked = script.decodes(EngineId(engine_id), request.request_id, self._clock.now_s())
@@ -92,7 +94,9 @@ class DispatchedEngine:
             raise
         if served.failed:
             raise EngineError(served.failed)
-        return self._reply(served, script.sampled(), len(request.token_ids))
+        reply = self._reply(served, script.sampled(), len(request.token_ids))
+        tell(reply, spans)
+        return reply
 
     def _reply(self, served: Served, ids: list[int], context: int) -> GenerateReply:
         prefilled = min(context, in_grains(served.prefilled_tokens, self._stage.grain))

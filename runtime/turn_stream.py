@@ -1,0 +1,131 @@
+"""A program's turn for whoever reads it while it is sampled, also when its engine is lost meanwhile.
+
+What was told stays told: on the next engine the turn goes on behind it, so nobody is told a token twice,
+and the record has what was told, as a turn in parts.  A turn that does not come to an end is in no record.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Protocol
+
+from sostenuto.errors import EngineError
+from sostenuto.runtime.engines.wire import (
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    Spans,
+    WireSpan,
+    WireVersionSpan,
+)
+from sostenuto.types import EngineId
+
+TurnSpans = Callable[[int, WireSpan], None]
+"""Called with the number of a turn, from 0, and tokens of it as they come."""
+
+
+class Generate(Protocol):
+    """Samples a turn on an engine; None: the engine was lost."""
+
+    async def __call__(
+        self, engine_id: EngineId, request: GenerateRequest, spans: Spans | None = None, /
+    ) -> GenerateReply | None: ...
+
+
+class TurnStream:
+    """Of one program."""
+
+    def __init__(self, spans: TurnSpans, now_s: Callable[[], float]) -> None:
+        self._spans = spans
+        self._now_s = now_s
+        self._turn = 0
+        self._kept: list[GenerateReply] = []
+        """What engines that were lost had told of the turn under way."""
+        self._told: list[tuple[float, WireSpan]] = []
+        """What the engine that samples now has told of it, and when."""
+
+    async def sampled(
+        self, engine_id: EngineId, request: GenerateRequest, generate: Generate
+    ) -> list[GenerateReply]:
+        """A turn from its context, in a part for each engine; empty when the last engine was lost.
+
+        EngineError when it was lost in the middle of a turn that its tokens alone do not let go on.
+        """
+        tokens = [token for part in self._kept for token in part.token_ids]
+        reply = _owed(request, tokens) or await generate(engine_id, _rest(request, tokens), self._tell)
+        told, self._told = self._told, []
+        if reply is None:
+            self._keep(request, told)
+            return []
+        parts, self._kept = [*self._kept, reply], []
+        self._turn += 1
+        return parts
+
+    def _keep(self, request: GenerateRequest, told: list[tuple[float, WireSpan]]) -> None:
+        if not told:
+            return
+        if field := _ties(request):
+            raise EngineError(
+                f"the engine was lost in the middle of a turn, and with {field} it cannot go on elsewhere: "
+                "send it again, or do not stream it"
+            )
+        self._kept.append(_part(told))
+
+    def _tell(self, span: WireSpan) -> None:
+        self._told.append((self._now_s(), span))
+        self._spans(self._turn, span)
+
+
+def _ties(request: GenerateRequest) -> str:
+    """What makes a turn depend on where it began, or its reply on more than its tokens; empty: nothing."""
+    sampling = request.sampling
+    ties = {
+        "sampling.stop_strings": bool(sampling.stop_strings),
+        "sampling.grammar": sampling.grammar is not None,
+        "sampling.presence_penalty": sampling.presence_penalty != 0,
+        "sampling.frequency_penalty": sampling.frequency_penalty != 0,
+        "top_logprobs": request.top_logprobs > 0,
+    }
+    return ", ".join(field for field, is_asked in ties.items() if is_asked)
+
+
+def _rest(request: GenerateRequest, told: list[int]) -> GenerateRequest:
+    """What is still to be sampled."""
+    changes = {
+        "token_ids": request.token_ids + told,
+        "max_new_tokens": request.max_new_tokens - len(told),
+    }
+    return request.model_copy(update=changes) if told else request
+
+
+def _owed(request: GenerateRequest, told: list[int]) -> GenerateReply | None:
+    """The reply that a lost engine owed for a turn whose last token it had told; None for any other."""
+    if told and told[-1] in request.sampling.stop_token_ids:
+        return _reply([], FinishReason.STOP, matched=told[-1])
+    return _reply([], FinishReason.LENGTH) if len(told) >= request.max_new_tokens else None
+
+
+def _part(told: list[tuple[float, WireSpan]]) -> GenerateReply:
+    """What an engine told before it was lost."""
+    spans = [span for _, span in told]
+    return _reply(spans, FinishReason.ABORT, decode_s=told[-1][0] - told[0][0])
+
+
+def _reply(
+    spans: list[WireSpan], reason: FinishReason, *, matched: int | None = None, decode_s: float = 0.0
+) -> GenerateReply:
+    ends = list(accumulate(len(span.token_ids) for span in spans))
+    return GenerateReply(
+        token_ids=[token for span in spans for token in span.token_ids],
+        logprobs=[value for span in spans for value in span.logprobs],
+        versions=[
+            WireVersionSpan(version=span.version, start=end - len(span.token_ids), end=end)
+            for span, end in zip(spans, ends, strict=True)
+        ],
+        finish_reason=reason,
+        matched=matched,
+        cached_tokens=0,
+        prefilled_tokens=0,
+        queue_s=0.0,
+        prefill_s=0.0,
+        decode_s=decode_s,
+    )
