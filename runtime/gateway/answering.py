@@ -16,13 +16,12 @@ from sostenuto.types import Purpose
 
 ID = web.RequestKey("id", str)
 """Of a request, as clients and logs know it."""
-REQUEST_ID = "X-Request-ID"
+REQUEST_IDS: tuple[str, ...] = ("X-Request-ID", "Request-Id")
+"""As OpenAI's clients look for it, and Anthropic's."""
 PROGRAM = "X-Sostenuto-Program"
 RECORD = "X-Sostenuto-Record"
 WAITED = "X-Sostenuto-Waited"
 VERSION = "X-Sostenuto-Version"
-
-_SILENCE = b": the program waits\n\n"
 
 
 @dataclass(slots=True)
@@ -103,12 +102,12 @@ async def _streamed(
     request: web.Request, answer: Answer, dialect: Dialect, served: Served, keep_alive_s: float
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    response.headers[REQUEST_ID] = request[ID]
+    response.headers.update(dict.fromkeys(REQUEST_IDS, request[ID]))
 
     async def keep_alive() -> None:
         if not response.prepared:
             await response.prepare(request)
-        await response.write(_SILENCE)
+        await response.write(dialect.keep_alive)
 
     try:
         await _meanwhile(answer.run, keep_alive, every_s=keep_alive_s)

@@ -20,11 +20,12 @@ _TOOL_S = 3600.0
 """What a client's own tools may take; nobody here waits for them."""
 _STOPS = 16
 _TEXTS = frozenset({"text", "input_text", "output_text"})
-_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=4_000_000)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+"""Of a tool."""
 
 
 class Body(BaseModel):
@@ -71,7 +72,7 @@ class SamplingBody(Body):
 
 
 class FunctionBody(Body):
-    name: Annotated[str, Field(pattern=_NAME)]
+    name: Name
     description: Text | None = None
     parameters: dict[str, Any] | None = None
 
@@ -84,7 +85,7 @@ class Part(Body):
 
 
 class CallFunction(Body):
-    name: Annotated[str, Field(pattern=_NAME)]
+    name: Name
     arguments: Text | dict[str, Any] | None = None
 
 
@@ -99,13 +100,16 @@ def read(model: type[M], body: object) -> M:
         raise Refused(f"{field}: {message}", field=field) from None
 
 
-def tool_of(function: FunctionBody, where: str) -> ToolSchema:
-    """A client's tool; Refused for parameters that are no JSON schema of an object."""
+def tool_of(function: FunctionBody, where: str, key: str = "parameters") -> ToolSchema:
+    """A client's tool; Refused for parameters that are no JSON schema of an object.
+
+    `key`: where the dialect has them, below `where`.
+    """
     parameters = function.parameters or {"type": "object", "properties": {}}
-    check_schema(parameters, f"{where}.parameters")
+    field = f"{where}.{key}"
+    check_schema(parameters, field)
     kind = parameters.get("type", "object")
     if kind != "object":
-        field = f"{where}.parameters"
         raise Refused(f"{field}: a tool takes an object, not {kind!r}", field=field)
     return ToolSchema(
         name=function.name,

@@ -2,6 +2,7 @@
 
 from aiohttp import web
 
+from sostenuto.runtime.gateway.dialects.anthropic import AnthropicDialect, counted
 from sostenuto.runtime.gateway.dialects.chat import ChatDialect
 from sostenuto.runtime.gateway.dialects.dialect import Dialect, Json
 from sostenuto.runtime.gateway.keys import Scope
@@ -14,10 +15,15 @@ _PROGRAM = "/p/{program}"
 
 def routes(gateway: Gateway) -> list[web.RouteDef]:
     """Every route, each model call also under the path of a program."""
-    calls: list[tuple[str, Dialect]] = [("/v1/chat/completions", ChatDialect())]
+    anthropic = AnthropicDialect()
+    calls: list[tuple[str, Dialect]] = [
+        ("/v1/chat/completions", ChatDialect()),
+        ("/v1/messages", anthropic),
+    ]
+    handlers = [(path, gateway.model_call(dialect)) for path, dialect in calls]
+    handlers.append(("/v1/messages/count_tokens", gateway.question(anthropic, counted)))
     found = [web.get("/health", _health)]
-    for path, dialect in calls:
-        handler = gateway.model_call(dialect)
+    for path, handler in handlers:
         found += [web.post(path, handler), web.post(_PROGRAM + path, handler)]
     models = _models(gateway)
     return [*found, web.get("/v1/models", models), web.get(f"{_PROGRAM}/v1/models", models)]

@@ -20,7 +20,7 @@ from aiohttp import web
 from pydantic_core import from_json
 
 from sostenuto.errors import SostenutoError
-from sostenuto.runtime.gateway.answering import ID, REQUEST_ID, Answer, answered
+from sostenuto.runtime.gateway.answering import ID, REQUEST_IDS, Answer, answered
 from sostenuto.runtime.gateway.dialects.dialect import Dialect, Json, Served
 from sostenuto.runtime.gateway.identity import Identity, Strength, identify
 from sostenuto.runtime.gateway.keys import EVERYTHING, PREFIX, Grantee, Keys, Scope
@@ -72,6 +72,19 @@ class Gateway:
 
         return handle
 
+    def question(self, dialect: Dialect, answer: Callable[[Json, Served], Json]) -> Handler:
+        """The handler of a route that answers about a body in `dialect` without a model."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                require(self.grantee(request), Scope.AGENT)
+                return json_reply(answer(object_of(await body_of(request)), self.served))
+            except (SostenutoError, web.HTTPException) as error:
+                refused = as_refused(error)
+                return json_reply(dialect.error(refused), refused)
+
+        return handle
+
     async def _model_call(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         grantee = self.grantee(request)
         require(grantee, Scope.AGENT)
@@ -113,7 +126,7 @@ class Gateway:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every request has an id, and every failure a body."""
-        given = request.headers.get(REQUEST_ID, "")
+        given = request.headers.get(REQUEST_IDS[0], "")
         request_id = given if _REQUEST_ID.fullmatch(given) else token_hex(8)
         request[ID] = request_id
         try:
@@ -122,7 +135,7 @@ class Gateway:
             refused = as_refused(error)
             response = json_reply(plain_error(refused), refused)
         if not response.prepared:
-            response.headers[REQUEST_ID] = request_id
+            response.headers.update(dict.fromkeys(REQUEST_IDS, request_id))
         return response
 
 

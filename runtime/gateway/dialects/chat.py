@@ -22,7 +22,7 @@ from sostenuto.runtime.gateway.bodies import (
     read,
     tool_of,
 )
-from sostenuto.runtime.gateway.dialects.dialect import Call, Json, Served
+from sostenuto.runtime.gateway.dialects.dialect import COMMENT, Call, Json, Served
 from sostenuto.runtime.gateway.dialects.openai import (
     MessageBody,
     call_ids,
@@ -99,6 +99,8 @@ class ChatBody(SamplingBody):
 
 
 class ChatDialect:
+    keep_alive = COMMENT
+
     def read(self, body: Json, served: Served) -> Call:
         chat = read(ChatBody, body)
         served.check(chat.model)

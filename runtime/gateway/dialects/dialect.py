@@ -9,6 +9,9 @@ from sostenuto.runtime.gateway.turn import Ask, Refused, Told
 
 Json = dict[str, Any]
 
+COMMENT = b": the program waits\n\n"
+"""In a stream of server-sent events; readers skip it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -23,6 +26,8 @@ class Served:
     texts: Texts
     created: int
     """Unix time, in seconds."""
+    prompt_tokens: Callable[[Ask], int]
+    """How many tokens the messages and tools of a call come to; ConfigError as the template refuses them."""
 
     def check(self, model: str | None) -> None:
         """Refused for a model that is not served; none means the one that is."""
@@ -50,6 +55,11 @@ class Call:
 
 
 class Dialect(Protocol):
+    @property
+    def keep_alive(self) -> bytes:
+        """What says in a stream that its program still waits."""
+        ...
+
     def read(self, body: Json, served: Served) -> Call:
         """Refused with the name of the key that is wrong."""
         ...

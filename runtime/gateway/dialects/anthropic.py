@@ -1,0 +1,165 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`, as Anthropic's clients speak them."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+from uuid import uuid4
+
+from pydantic_core import to_json
+
+from sostenuto.runtime.engines.wire import FinishReason, Sampling
+from sostenuto.runtime.gateway.bodies import read
+from sostenuto.runtime.gateway.dialects.anthropic_body import MessagesBody, PromptBody
+from sostenuto.runtime.gateway.dialects.dialect import Call, Json, Served
+from sostenuto.runtime.gateway.turn import Ask, Refused, Told
+from sostenuto.types import ToolCall
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_TOO_LONG = "prompt is too long: "
+"""Clients that shorten a conversation by themselves look for it."""
+
+
+class AnthropicDialect:
+    keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def read(self, body: Json, served: Served) -> Call:
+        wanted = read(MessagesBody, body)
+        served.check(wanted.model)
+        ask = Ask(
+            messages=wanted.conversation(),
+            tools=wanted.schemas(),
+            sampling=wanted.sampling(served.stop_token_ids),
+            max_tokens=wanted.max_tokens,
+        )
+        return Call(asks=(ask,), streams=bool(wanted.stream), body=wanted, id=f"msg_{uuid4().hex[:24]}")
+
+    def reply(self, call: Call, told: Sequence[Told], served: Served) -> Json:
+        (one,) = told
+        body: MessagesBody = call.body
+        return _message(call, served) | {
+            "content": _content(one, body),
+            **_stop(one),
+            "usage": _usage(one),
+        }
+
+    def events(self, call: Call, told: Sequence[Told], served: Served) -> Iterator[bytes]:
+        (one,) = told
+        usage = _usage(one)
+        begun = {**_message(call, served), "usage": {**usage, "output_tokens": 0}}
+        yield _event("message_start", message=begun)
+        for index, block in enumerate(_content(one, call.body)):
+            empty, deltas = _parts(block)
+            yield _event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        yield _event("message_delta", delta=_stop(one), usage=usage)
+        yield _event("message_stop")
+
+    def error(self, error: Refused) -> Json:
+        """With the key that is wrong in `param`, which Anthropic's own errors lack."""
+        kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        too_long = _TOO_LONG if error.code == "context_length_exceeded" else ""
+        told = {"type": kind, "message": f"{too_long}{error}", "param": error.field}
+        return {"type": "error", "error": told}
+
+    def error_event(self, error: Refused) -> bytes:
+        return _event("error", error=self.error(error)["error"])
+
+
+def counted(body: Json, served: Served) -> Json:
+    """The reply to a request for the number of tokens of a prompt; Refused as a call of it would be."""
+    wanted = read(PromptBody, body)
+    served.check(wanted.model)
+    ask = Ask(messages=wanted.conversation(), tools=wanted.schemas(), sampling=Sampling(seed=0))
+    return {"input_tokens": served.prompt_tokens(ask)}
+
+
+def _message(call: Call, served: Served) -> Json:
+    """The reply before anything was said."""
+    return {
+        "id": call.id,
+        "type": "message",
+        "role": "assistant",
+        "model": served.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _content(told: Told, body: MessagesBody) -> list[Json]:
+    """The reply in blocks; there is always one, as clients read the first."""
+    assert told.turn is not None
+    message = told.turn.message
+    blocks: list[Json] = []
+    if message.reasoning and body.shows_thinking:
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+    if message.content or not message.tool_calls:
+        blocks.append({"type": "text", "text": message.content})
+    return blocks + [_tool_use(call) for call in message.tool_calls]
+
+
+def _tool_use(call: ToolCall) -> Json:
+    return {
+        "type": "tool_use",
+        "id": f"toolu_{uuid4().hex[:24]}",
+        "name": call.name,
+        "input": _object(call.arguments),
+    }
+
+
+def _object(arguments: str) -> Mapping[str, Any]:
+    """What clients run needs an object; of anything else the policy is told by the tool's own checks."""
+    try:
+        value: object = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _parts(block: Json) -> tuple[Json, list[Json]]:
+    """A block as it begins in a stream, and what comes after."""
+    match block["type"]:
+        case "thinking":
+            signed = {"type": "signature_delta", "signature": block["signature"]}
+            said = {"type": "thinking_delta", "thinking": block["thinking"]}
+            return {**block, "thinking": ""}, [said, signed]
+        case "text":
+            return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+        case _:
+            written = json.dumps(block["input"], ensure_ascii=False)
+            return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": written}]
+
+
+def _stop(told: Told) -> Json:
+    matched = told.reply.matched
+    if told.reply.finish_reason is FinishReason.LENGTH:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(matched, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    calls = told.turn is not None and told.turn.problem is None and told.turn.message.tool_calls
+    return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
+
+
+def _usage(told: Told) -> Json:
+    """What is read anew, and what was there already; here one has to be added to the other."""
+    cached = min(told.reply.cached_tokens, len(told.prompt_token_ids))
+    return {
+        "input_tokens": len(told.prompt_token_ids) - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": len(told.reply.token_ids),
+    }
+
+
+def _event(name: str, **more: object) -> bytes:
+    data = to_json({"type": name, **more})
+    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
