@@ -130,7 +130,8 @@ class ScriptedEngine:
             assert request.token_ids[: len(before)] == before, "the context was encoded again"
         said = self.script(program)
         turn = self.turns.get(program, 0)
-        whole = self.renderer.write([Message("user", "")], said[min(turn, len(said) - 1)], ())
+        message = said[min(turn, len(said) - 1)]
+        whole = self.renderer.write([Message("user", "")], message, ())
         ids = whole[: request.max_new_tokens]
         self.turns[program] = turn + 1
         cached = self.held.get(program, 0)
@@ -141,6 +142,7 @@ class ScriptedEngine:
             logprobs=[-0.5] * len(ids),
             versions=[WireVersionSpan(version="0.0", start=0, end=len(ids))],
             finish_reason=FinishReason.STOP if ids == whole else FinishReason.LENGTH,
+            matched=next((text for text in request.sampling.stop_strings if text in message.content), None),
             cached_tokens=cached,
             prefilled_tokens=len(request.token_ids) - cached,
             queue_s=0.0,
