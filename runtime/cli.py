@@ -1,4 +1,4 @@
-"""The command line: `sostenuto quickstart | train | eval | bench | tools | engines | status | doctor`.
+"""The command line: `sostenuto quickstart | train | eval | serve | bench | tools | engines | ...`.
 
 Every error that we raise on purpose ends as one message on stderr and exit code 1; Ctrl-C ends the job
 cleanly, its programs in the ledger as cancelled, with exit code 130.
@@ -30,6 +30,7 @@ from sostenuto.runtime.run_directory import RunDirectory, settled_ledger
 from sostenuto.runtime.runtime import Runtime
 from sostenuto.runtime.seeing.records import Curve, tensorboard
 from sostenuto.runtime.seeing.terminal import Terminal, show_ledger, show_result
+from sostenuto.runtime.serve_command import serve
 from sostenuto.runtime.tools_command import tools
 
 R = TypeVar("R")
@@ -38,6 +39,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(bench, name="bench")
 app.add_typer(tools, name="tools")
 app.command("engines")(engines)
+app.command("serve")(serve)
 console = Console()
 
 UnsafeOption = Annotated[

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from sostenuto.errors import SostenutoError
-from sostenuto.types import Outcome, ProgramId
+from sostenuto.types import Outcome, OutcomeKind, ProgramId
 
 
 class LedgerError(SostenutoError):
@@ -41,6 +41,8 @@ class Ledger:
     def __init__(self) -> None:
         self._open: dict[ProgramId, Stage] = {}
         self._ended: dict[ProgramId, Outcome] = {}
+        self._served = 0
+        """Counted and not kept: a gateway that runs for long has no end of them."""
 
     def __repr__(self) -> str:
         s = self.statistics()
@@ -53,7 +55,7 @@ class Ledger:
         ledger = cls()
         for program_id, state in rows:
             if isinstance(state, Outcome):
-                ledger._ended[program_id] = state
+                ledger._keep(program_id, state)
             else:
                 ledger._open[program_id] = state
         return ledger
@@ -71,7 +73,13 @@ class Ledger:
     def end(self, program_id: ProgramId, outcome: Outcome) -> None:
         if self._open.pop(program_id, None) is None:
             raise LedgerError(f"{program_id} ends as {outcome}, it was {self._ended.get(program_id)}")
-        self._ended[program_id] = outcome
+        self._keep(program_id, outcome)
+
+    def _keep(self, program_id: ProgramId, outcome: Outcome) -> None:
+        if outcome.kind is OutcomeKind.SERVED:
+            self._served += 1
+        else:
+            self._ended[program_id] = outcome
 
     def open_programs(self) -> list[ProgramId]:
         return list(self._open)
@@ -79,8 +87,10 @@ class Ledger:
     def statistics(self) -> LedgerStatistics:
         stages = Counter(self._open.values())
         outcomes = Counter(str(outcome) for outcome in self._ended.values())
+        if self._served:
+            outcomes[OutcomeKind.SERVED.value] = self._served
         return LedgerStatistics(
-            submitted=len(self._open) + len(self._ended),
+            submitted=len(self._open) + len(self._ended) + self._served,
             running=stages[Stage.RUNNING],
             sealed=stages[Stage.SEALED],
             outcomes=dict(outcomes),

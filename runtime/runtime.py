@@ -7,12 +7,12 @@ Invariants:
   runtime left open have failed.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import anyio
 from anyio import to_thread
@@ -24,10 +24,12 @@ from sostenuto.runtime.control import serve_control
 from sostenuto.runtime.engine_pool import EnginePool
 from sostenuto.runtime.engine_view import EngineView
 from sostenuto.runtime.engines.client import Tap
+from sostenuto.runtime.gateway.opening import OpenGateway
 from sostenuto.runtime.jobs.assess import assess
 from sostenuto.runtime.jobs.events import JobEvent, JobFailed, JobResult, as_json
 from sostenuto.runtime.jobs.job import EvalJob, RLJob
 from sostenuto.runtime.jobs.reinforce import reinforce
+from sostenuto.runtime.jobs.serve import ServeJob, serving
 from sostenuto.runtime.jobs.workshop import Premises, Say
 from sostenuto.runtime.journal import FactStated, Journal, ProgramEnded, open_journal, read_journal
 from sostenuto.runtime.ledger import Ledger, LedgerStatistics
@@ -37,6 +39,8 @@ from sostenuto.runtime.tools_opened import open_tools
 from sostenuto.types import Version
 
 _EPOCH = "epoch"
+
+J = TypeVar("J", RLJob, EvalJob, ServeJob)
 
 
 class JobCancelled(SostenutoError):  # noqa: N818 - reads as the fact it states
@@ -145,12 +149,7 @@ class Runtime:
         """
         job.environment()
         await to_thread.run_sync(ModelFolder.open, job.model_folder())
-        if job.name in self._names:
-            raise ConfigError(f"job name {job.name!r} was used in this run before; give another name")
-        self._names.add(job.name)
-        if self._epoch:
-            # The programs of an earlier runtime keep their ids.
-            job = replace(job, name=f"{job.name}.{self._epoch}")
+        job = self._named(job)
         handle = JobHandle(job.name)
         say = self._logged(handle)
 
@@ -161,6 +160,15 @@ class Runtime:
 
         self._group.start_soon(handle.run, work, say)
         return handle
+
+    @asynccontextmanager
+    async def serve(self, job: ServeJob) -> AsyncGenerator[OpenGateway]:
+        """A gateway in front of the job's engines, until the block is left; `url` is where it answers.
+
+        ConfigError at once when it cannot run.  Its programs are in the ledger as served.
+        """
+        async with serving(self._named(job), self._premises) as gateway:
+            yield gateway
 
     async def add_engine(self, engine: EngineEntry) -> None:
         """Give one more engine to the jobs that run and to those that come.
@@ -202,6 +210,14 @@ class Runtime:
             tap=self._tap,
         )
         await stack.enter_async_context(serve_control(self._run, self._premises.engines.view))
+
+    def _named(self, job: J) -> J:
+        """The job, under a name that none of the run has had; ConfigError for one that was used."""
+        if job.name in self._names:
+            raise ConfigError(f"job name {job.name!r} was used in this run before; give another name")
+        self._names.add(job.name)
+        # The programs of an earlier runtime keep their ids.
+        return replace(job, name=f"{job.name}.{self._epoch}") if self._epoch else job
 
     def _settle(self, journal: Journal) -> None:
         """Enter that the last runtime's open programs have failed, and that this is a new epoch."""

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from sostenuto.records import Span as Span
     from sostenuto.records import Trajectory as Trajectory
     from sostenuto.runtime.config import EngineSettings as EngineSettings
+    from sostenuto.runtime.config import GatewaySettings as GatewaySettings
     from sostenuto.runtime.config import RuntimeConfig as RuntimeConfig
     from sostenuto.runtime.config import ToolServerSettings as ToolServerSettings
     from sostenuto.runtime.jobs.job import EvalJob as EvalJob
     from sostenuto.runtime.jobs.job import RLJob as RLJob
     from sostenuto.runtime.jobs.job import WarmStart as WarmStart
+    from sostenuto.runtime.jobs.serve import ServeJob as ServeJob
     from sostenuto.runtime.runtime import Runtime as Runtime
     from sostenuto.scheduler.settings import SchedulerSettings as SchedulerSettings
     from sostenuto.tools.decorator import tool as tool
@@ -49,6 +51,7 @@ _HOME = {
     "Episode": "types",
     "EngineSettings": "runtime.config",
     "EvalJob": "runtime.jobs.job",
+    "GatewaySettings": "runtime.config",
     "GRPO": "trainer.settings",
     "LearnerSettings": "trainer.settings",
     "HttpTool": "tools.remote.declared",
@@ -62,6 +65,7 @@ _HOME = {
     "SandboxSpec": "envs.workspace",
     "Schedule": "trainer.settings",
     "SchedulerSettings": "scheduler.settings",
+    "ServeJob": "runtime.jobs.serve",
     "SostenutoError": "errors",
     "Span": "records",
     "StopReason": "types",
@@ -85,6 +89,7 @@ __all__ = [
     "Environment",
     "Episode",
     "EvalJob",
+    "GatewaySettings",
     "HttpTool",
     "LearnerSettings",
     "Limits",
@@ -97,6 +102,7 @@ __all__ = [
     "SandboxSpec",
     "Schedule",
     "SchedulerSettings",
+    "ServeJob",
     "SostenutoError",
     "Span",
     "StopReason",
