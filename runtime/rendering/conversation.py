@@ -1,5 +1,7 @@
 """The record of one program in the making: its messages, and its context as token ids (`tape.py`)."""
 
+from dataclasses import replace
+
 from sostenuto.records import Experts, Sequence
 from sostenuto.runtime.engines.wire import FinishReason, GenerateReply
 from sostenuto.runtime.rendering.renderer import Renderer, Turn
@@ -96,7 +98,8 @@ class Conversation:
         self._tape.sampled(reply, started_s=started_s, ended_s=ended_s)
         self._turn_ids += reply.token_ids
         finished = reply.finish_reason is FinishReason.STOP
-        self._turn = self._renderer.parse(self._turn_ids, finished=finished, tools=self._tools)
+        turn = self._renderer.parse(self._turn_ids, finished=finished, tools=self._tools)
+        self._turn = _without_stop(turn, reply.matched) if isinstance(reply.matched, str) else turn
         return self._turn
 
     def observe(self, new: tuple[Message, ...], *, at_s: float = 0.0) -> None:
@@ -116,3 +119,10 @@ class Conversation:
         self._settled += (self._turn.message, *new)
         self._turn, self._turn_ids = None, []
         self._tape.feed(extension.pieces, at_s=at_s)
+
+
+def _without_stop(turn: Turn, stop: str) -> Turn:
+    """A stop string ends a turn, and is no part of what it says; its tokens stay in the context."""
+    said = turn.message.content
+    at = said.rfind(stop)
+    return turn if at < 0 else replace(turn, message=replace(turn.message, content=said[:at].rstrip()))
