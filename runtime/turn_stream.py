@@ -4,7 +4,7 @@ What was told stays told: on the next engine the turn goes on behind it, so nobo
 and the record has what was told, as a turn in parts.  A turn that does not come to an end is in no record.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -73,6 +73,30 @@ class TurnStream:
     def _tell(self, span: WireSpan) -> None:
         self._told.append((self._now_s(), span))
         self._spans(self._turn, span)
+
+
+def joined(parts: Sequence[GenerateReply]) -> GenerateReply:
+    """A turn in parts as one reply."""
+    if len(parts) == 1:
+        return parts[0]
+    versions: list[WireVersionSpan] = []
+    start = 0
+    for part in parts:
+        for span in part.versions:
+            moved = {"start": start + span.start, "end": start + span.end}
+            versions.append(span.model_copy(update=moved))
+        start += len(part.token_ids)
+    changes = {
+        "token_ids": [token for part in parts for token in part.token_ids],
+        "logprobs": [value for part in parts for value in part.logprobs],
+        "versions": versions,
+        "cached_tokens": parts[0].cached_tokens,
+        "prefilled_tokens": sum(part.prefilled_tokens for part in parts),
+        "decode_s": sum(part.decode_s for part in parts),
+        # What an engine tells of experts is of its own part, from the beginning of the context.
+        "routed_experts": parts[-1].routed_experts,
+    }
+    return parts[-1].model_copy(update=changes)
 
 
 def _ties(request: GenerateRequest) -> str:

@@ -33,6 +33,7 @@ from sostenuto.runtime.engines.wire import (
     ScoreReply,
     ScoreRequest,
     Spans,
+    WireSpan,
     WireVersionSpan,
     tell,
 )
@@ -93,6 +94,8 @@ class ScriptedEngine:
     held: dict[str, int] = field(default_factory=dict[str, int])
     turns: dict[str, int] = field(default_factory=dict[str, int])
     decoding: int = 0
+    token_s: float = 0.0
+    """Between the tokens of a turn, for whoever hears of them."""
     broken: str = ""
     may_rewrite: bool = False
     """Whether a program may go on with another history."""
@@ -120,7 +123,12 @@ class ScriptedEngine:
         if self.broken:
             raise EngineError(self.broken)
         reply = self._reply(request)
-        tell(reply, spans)
+        if spans is None or not self.token_s:
+            tell(reply, spans)
+            return reply
+        for id_, value in zip(reply.token_ids, reply.logprobs, strict=True):
+            spans(WireSpan(token_ids=[id_], logprobs=[value], version="0.0"))
+            await anyio.sleep(self.token_s)
         return reply
 
     def _reply(self, request: GenerateRequest) -> GenerateReply:

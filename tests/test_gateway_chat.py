@@ -135,6 +135,23 @@ async def test_a_stream_says_the_same_as_a_reply(model: Path):
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+async def test_text_comes_while_it_is_sampled(model: Path):
+    said = "one two three four five six seven eight nine ten"
+    async with fronted(model, always(said), engine={"token_s": 0.05}) as front:
+        url, body = front.gateway.url + "/v1/chat/completions", {"messages": HELLO, "stream": True}
+        pieces: list[bytes] = []
+        async with front.http.post(url, json=body) as response:
+            async for piece, _ in response.content.iter_chunks():
+                pieces.append(piece)
+                if b"three" in piece:
+                    assert front.engine.turns == {"gateway/1": 1}
+                    assert front.resident == 1
+        chunks = events_of(b"".join(pieces))[:-1]
+        told = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+        assert "".join(told) == said
+        assert len([text for text in told if text]) > 3
+
+
 async def test_a_stream_stays_alive_while_its_program_waits(model: Path):
     settings = GatewaySettings(keep_alive_s=0.02)
     async with fronted(model, always("yes"), settings=settings, engine={"decode_s": 0.15}) as front:

@@ -2,12 +2,14 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 from aiohttp import web
 
 from sostenuto.errors import SostenutoError, lone_error
-from sostenuto.runtime.gateway.dialects.dialect import Call, Dialect, Served
+from sostenuto.runtime.engines.wire import Spans, WireSpan
+from sostenuto.runtime.gateway.dialects.dialect import Call, Dialect, Live, LiveDialect, Served
 from sostenuto.runtime.gateway.identity import Identity
 from sostenuto.runtime.gateway.refusing import as_refused, dumped
 from sostenuto.runtime.gateway.sessions import Sessions
@@ -23,6 +25,9 @@ RECORD = "X-Sostenuto-Record"
 WAITED = "X-Sostenuto-Waited"
 VERSION = "X-Sostenuto-Version"
 
+_UNREAD_S = 300.0
+"""A client that reads nothing for so long has gone."""
+
 
 @dataclass(slots=True)
 class Answer:
@@ -36,11 +41,11 @@ class Answer:
     program_id: str = ""
     told: list[Told] = field(default_factory=list[Told])
 
-    async def run(self) -> None:
-        """Sample every ask of the call, side by side."""
+    async def run(self, spans: Spans | None = None) -> None:
+        """Sample every ask of the call, side by side; `spans` hears of the tokens of a single one."""
         asks = self.call.asks
         if len(asks) == 1:
-            self.told = [await self._one(0)]
+            self.told = [await self._one(0, spans)]
             return
         self._check_many()
         told: list[Told | None] = [None] * len(asks)
@@ -54,10 +59,10 @@ class Answer:
                     group.start_soon(one, index)
         self.told = [one for one in told if one is not None]
 
-    async def _one(self, index: int) -> Told:
+    async def _one(self, index: int, spans: Spans | None = None) -> Told:
         once = f"{index}/{self.once}" if self.once else ""
         resident, told = await self.sessions.ask(
-            self.identity, self.call.asks[index], once=once, join=self.join
+            self.identity, self.call.asks[index], once=once, join=self.join, spans=spans
         )
         self.program_id = resident.session.id
         return told
@@ -101,43 +106,78 @@ async def answered(
 async def _streamed(
     request: web.Request, answer: Answer, dialect: Dialect, served: Served, keep_alive_s: float
 ) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    response.headers.update(dict.fromkeys(REQUEST_IDS, request[ID]))
-
-    async def keep_alive() -> None:
-        if not response.prepared:
-            await response.prepare(request)
-        await response.write(dialect.keep_alive)
-
+    live = dialect.live(answer.call, served) if isinstance(dialect, LiveDialect) else None
+    stream = _Stream(request, keep_alive_s, dialect.keep_alive)
     try:
-        await _meanwhile(answer.run, keep_alive, every_s=keep_alive_s)
-        events = dialect.events(answer.call, answer.told, served)
+        await stream.run(partial(answer.run, live and partial(stream.hear, live)))
+        (told, *_) = answer.told
+        events = live.end(told) if live else dialect.events(answer.call, answer.told, served)
     except SostenutoError as error:
-        if not response.prepared:
+        if not stream.response.prepared:
             raise
-        await response.write(dialect.error_event(as_refused(error)))
+        await stream.write(dialect.error_event(as_refused(error)))
     else:
-        if not response.prepared:
-            response.headers.update(answer.headers())
-            await response.prepare(request)
+        if not stream.response.prepared:
+            stream.response.headers.update(answer.headers())
         for event in events:
-            await response.write(event)
-    await response.write_eof()
-    return response
+            await stream.write(event)
+    await stream.response.write_eof()
+    return stream.response
 
 
-async def _meanwhile(
-    work: Callable[[], Awaitable[None]], tick: Callable[[], Awaitable[None]], *, every_s: float
-) -> None:
-    """Run `work`, and `tick` as long as that takes."""
+class _Stream:
+    """A response of server-sent events."""
 
-    async def ticking() -> None:
-        while True:
-            await anyio.sleep(every_s)
-            await tick()
+    def __init__(self, request: web.Request, keep_alive_s: float, keep_alive: bytes) -> None:
+        self._request = request
+        self._keep_alive_s = keep_alive_s
+        self._keep_alive = keep_alive
+        self._pending: list[bytes] = []
+        self._news = anyio.Event()
+        self._is_over = False
+        self.response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache",
+                **dict.fromkeys(REQUEST_IDS, request[ID]),
+            }
+        )
 
-    with lone_error():
-        async with anyio.create_task_group() as group:
-            group.start_soon(ticking)
+    def hear(self, live: Live, span: WireSpan) -> None:
+        """Tokens that were sampled just now."""
+        self._pending += live.span(span)
+        if self._pending:
+            self._news.set()
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do the work, and tell what is heard meanwhile; that it goes on, where nothing is."""
+
+        async def worked() -> None:
             await work()
-            group.cancel_scope.cancel()
+            self._is_over = True
+            self._news.set()
+
+        with lone_error():
+            async with anyio.create_task_group() as group:
+                group.start_soon(worked)
+                while not self._is_over or self._pending:
+                    await self._tell_next()
+
+    async def write(self, data: bytes) -> None:
+        """ConnectionError for a client that takes nothing for a long time."""
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+        with anyio.move_on_after(_UNREAD_S) as unread:
+            await self.response.write(data)
+        if unread.cancelled_caught:
+            raise ConnectionResetError("the client does not read")
+
+    async def _tell_next(self) -> None:
+        with anyio.move_on_after(self._keep_alive_s):
+            await self._news.wait()
+        is_silent, self._news = not self._news.is_set(), anyio.Event()
+        if pending := b"".join(self._pending):
+            self._pending.clear()
+            await self.write(pending)
+        elif is_silent:
+            await self.write(self._keep_alive)

@@ -16,11 +16,12 @@ import anyio
 from sostenuto.errors import lone_error
 from sostenuto.records import Experts, Sequence
 from sostenuto.runtime.drive import Surroundings
-from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest
+from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest, Spans
 from sostenuto.runtime.gateway.record import called, record_for
 from sostenuto.runtime.gateway.turn import Ask, Refused, Standing, Told
 from sostenuto.runtime.place import Place
 from sostenuto.runtime.turn_costs import cost_of, used_by
+from sostenuto.runtime.turn_stream import TurnStream, joined
 from sostenuto.scheduler.actions import (
     Decode,
     Heard,
@@ -79,8 +80,8 @@ class Lane:
     def experts(self) -> tuple[Experts | None, ...]:
         return self.record.experts()
 
-    async def call(self, ask: Ask, *, seed: int) -> Told:
-        """Sample what `ask` wants.
+    async def call(self, ask: Ask, *, seed: int, spans: Spans | None = None) -> Told:
+        """Sample what `ask` wants; `spans` is called with tokens as they come.
 
         Refused when it is too long or the template refuses it, EngineError and Overloaded as the dispatcher
         says.
@@ -90,7 +91,7 @@ class Lane:
             room = self._room(ask)
             try:
                 with lone_error():
-                    return await self._while_leased(ask, standing, room, seed)
+                    return await self._while_leased(ask, standing, room, seed, spans)
             except BaseException:
                 self.close()
                 raise
@@ -114,34 +115,49 @@ class Lane:
             self.is_busy = False
             self.used_s = self._home.around.now_s()
 
-    async def _while_leased(self, ask: Ask, standing: Standing, room: int, seed: int) -> Told:
+    async def _while_leased(
+        self, ask: Ask, standing: Standing, room: int, seed: int, spans: Spans | None
+    ) -> Told:
         async with anyio.create_task_group() as group:
             group.start_soon(self._keep_lease)
-            told = await self._sample(ask, standing, room, seed)
+            told = await self._sample(ask, standing, room, seed, spans)
             group.cancel_scope.cancel()
         return told  # pyright: ignore[reportPossiblyUnboundVariable] - a group that is left here ran it
 
-    async def _sample(self, ask: Ask, standing: Standing, room: int, seed: int) -> Told:
+    async def _sample(self, ask: Ask, standing: Standing, room: int, seed: int, spans: Spans | None) -> Told:
+        around = self._home.around
+        stream = TurnStream(lambda _, span: spans(span), around.now_s) if spans else None
         await self._lack_engine(room)
         before = self._home.waits_of(self.id)
         while True:
             grant = await self._granted()
-            prompt = tuple(self.record.token_ids)
-            request = self._request(grant, ask, room, seed)
             waited_s = _grown(before, self._home.waits_of(self.id))
-            began_s = self._home.around.now_s()
+            request = self._request(grant, ask, room, seed)
+            began_s = around.now_s()
             self._engine_ids.add(grant.engine_id)
             self.record.sent()
-            reply = await self._home.around.generate(grant.engine_id, request)
-            if reply is not None:
+            parts = await self._sampled(grant, request, stream)
+            if parts:
                 break
-        turn = self.record.sampled(reply, started_s=began_s, ended_s=self._home.around.now_s())
+        for part in parts:
+            turn = self.record.sampled(part, started_s=began_s, ended_s=around.now_s())
         self.calls += 1
-        self.usage += used_by(reply, prompt_tokens=len(prompt))
-        tools = called(turn, reply)
+        self.usage += sum(map(used_by, parts), Usage(prompt_tokens=len(request.token_ids)))
+        reply = joined(parts)
         self._acts_after = grant.turn
-        self._report_turn(grant.turn, tools, reply)
+        self._report_turn(grant.turn, called(turn, reply), reply)
+        prompt = tuple(request.token_ids)
         return Told(reply=reply, turn=turn, prompt_token_ids=prompt, standing=standing, waited_s=waited_s)
+
+    async def _sampled(
+        self, grant: Decode, request: GenerateRequest, stream: TurnStream | None
+    ) -> list[GenerateReply]:
+        """In one part for each engine that sampled; empty when the last one was lost."""
+        generate = self._home.around.generate
+        if stream is not None:
+            return await stream.sampled(grant.engine_id, request, generate)
+        reply = await generate(grant.engine_id, request)
+        return [] if reply is None else [reply]
 
     def _report_turn(self, turn: int, tools: tuple[str, ...], reply: GenerateReply) -> None:
         self._home.around.report(TurnEnded(self.id, turn, self._footprint(), tools, cost_of(reply)))

@@ -10,6 +10,7 @@ from itertools import count
 from random import Random
 
 from sostenuto.records import Experts, Trajectory
+from sostenuto.runtime.engines.wire import Spans
 from sostenuto.runtime.gateway.lane import Lane, LaneHome
 from sostenuto.runtime.gateway.terms import Terms
 from sostenuto.runtime.gateway.turn import Ask, Refused, Told
@@ -56,7 +57,7 @@ class Session:
     def is_busy(self) -> bool:
         return any(lane.is_busy for lane in self.lanes)
 
-    async def ask(self, ask: Ask, *, child: str = "") -> Told:
+    async def ask(self, ask: Ask, *, child: str = "", spans: Spans | None = None) -> Told:
         """Sample; Refused, EngineError and Overloaded as `Lane.call` says.  `child`: the sub-agent."""
         if self.is_over:
             raise Refused(f"program {self.id} is over; begin another one", status=410, code="program_over")
@@ -66,7 +67,7 @@ class Session:
         seed = ask.sampling.seed if ask.seeded else self._random.getrandbits(31)
         self.used_s = self._home.around.now_s()
         try:
-            return await lane.call(ask, seed=seed)
+            return await lane.call(ask, seed=seed, spans=spans)
         finally:
             self.used_s = self._home.around.now_s()
             self._settle()

@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 
 from sostenuto.records import Trajectory
 from sostenuto.runtime.dispatcher import Dispatcher
+from sostenuto.runtime.engines.wire import Spans
 from sostenuto.runtime.gateway.flights import Flights
 from sostenuto.runtime.gateway.identity import Identity, Strength
 from sostenuto.runtime.gateway.lane import LaneHome
@@ -107,31 +108,34 @@ class Sessions:
         return self._enter(name, Strength.KEY, terms, id_ or self._new_id(), ended=lambda _: None)
 
     async def ask(
-        self, identity: Identity, ask: Ask, *, once: str = "", join: bool = False
+        self,
+        identity: Identity,
+        ask: Ask,
+        *,
+        once: str = "",
+        join: bool = False,
+        spans: Spans | None = None,
     ) -> tuple[Resident, Told]:
         """Sample for whoever calls; errors as `Session.ask` says.
 
-        `once`: the same text for the same call; with `join` it may have come before.
+        `once`: the same text for the same call; with `join` it may have come before.  `spans` is called
+        with tokens as they come, unless the call joins another.
         """
         resident, child = self._whose(identity)
+
+        async def work() -> Told:
+            return await resident.session.ask(ask, child=child, spans=spans)
+
         try:
-            told = await self._asked(resident, ask, child, once, join=join)
+            told, joined = (
+                await resident.flights.fly(once, work, join=join) if once else (await work(), False)
+            )
         finally:
             if resident.strength is Strength.NONE:
                 self.end(resident)
         if identity.is_final:
             self._finish(resident, child)
-        return resident, told
-
-    async def _asked(self, resident: Resident, ask: Ask, child: str, once: str, *, join: bool) -> Told:
-        if not once:
-            return await resident.session.ask(ask, child=child)
-
-        async def work() -> Told:
-            return await resident.session.ask(ask, child=child)
-
-        told, joined = await resident.flights.fly(once, work, join=join)
-        return replace(told, standing=Standing.REPEATED) if joined else told
+        return resident, replace(told, standing=Standing.REPEATED) if joined else told
 
     def release(self, name: str) -> None:
         """A program that named itself is over; Refused for one that is not there."""

@@ -6,12 +6,13 @@ Beside OpenAI's own keys: `return_token_ids` gives `prompt_token_ids` and each c
 
 import json
 from collections.abc import Iterator, Sequence
+from time import monotonic
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import Field
 
-from sostenuto.runtime.engines.wire import Grammar
+from sostenuto.runtime.engines.wire import Grammar, WireSpan
 from sostenuto.runtime.gateway.bodies import (
     Body,
     Count,
@@ -22,7 +23,7 @@ from sostenuto.runtime.gateway.bodies import (
     read,
     tool_of,
 )
-from sostenuto.runtime.gateway.dialects.dialect import COMMENT, Call, Json, Served
+from sostenuto.runtime.gateway.dialects.dialect import COMMENT, Call, Json, Live, Served
 from sostenuto.runtime.gateway.dialects.openai import (
     MessageBody,
     call_ids,
@@ -36,6 +37,7 @@ from sostenuto.runtime.gateway.dialects.openai import (
     usage_json,
 )
 from sostenuto.runtime.gateway.turn import Ask, Refused, Told
+from sostenuto.runtime.gateway.unfolding import Delta, Unfolding
 from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import ToolCall
 
@@ -137,12 +139,12 @@ class ChatDialect:
         return body
 
     def events(self, call: Call, told: Sequence[Told], served: Served) -> Iterator[bytes]:
-        chat: ChatBody = call.body
         for index, one in enumerate(told):
-            yield from self._choice_events(call, index, one, served)
-        if chat.stream_options is not None and chat.stream_options.include_usage:
-            yield event(_chunk(call, served, [], usage=usage_json(told)))
-        yield event("[DONE]")
+            yield from ChatStream(call, index, served).choice(one)
+        yield from _closing(call, told, served)
+
+    def live(self, call: Call, served: Served) -> Live | None:
+        return ChatStream(call, 0, served) if len(call.asks) == 1 else None
 
     def error(self, error: Refused) -> Json:
         return error_json(error)
@@ -162,31 +164,69 @@ class ChatDialect:
             choice["token_ids"] = told.reply.token_ids
         return choice
 
-    def _choice_events(self, call: Call, index: int, told: Told, served: Served) -> Iterator[bytes]:
-        chat: ChatBody = call.body
+
+class ChatStream:
+    """One choice as chunks: text as it is certain, tool calls and the end when the turn is over."""
+
+    def __init__(self, call: Call, index: int, served: Served) -> None:
+        self._call = call
+        self._index = index
+        self._served = served
+        ask = call.asks[index]
+        self._text = Unfolding(served.renderer, ask.tools, monotonic, stops=ask.sampling.stop_strings)
+        self._has_begun = False
+
+    def span(self, span: WireSpan) -> Iterator[bytes]:
+        delta = self._text.feed(span.token_ids)
+        if delta:
+            yield from self._tell(delta)
+
+    def end(self, told: Told) -> Iterator[bytes]:
+        yield from self.choice(told)
+        yield from _closing(self._call, [told], self._served)
+
+    def choice(self, told: Told) -> Iterator[bytes]:
+        """Whatever of the turn was not told, and why it ended."""
         assert told.turn is not None
-        message, reason = told.turn.message, finish_reason(told)
-        deltas: list[Json] = [{"role": "assistant", "content": ""}]
-        if message.reasoning:
-            deltas.append({"reasoning_content": message.reasoning})
-        if message.content:
-            deltas.append({"content": message.content})
-        for position, (tool, id_) in enumerate(zip(message.tool_calls, call_ids(told), strict=True)):
+        yield from self._tell(self._text.end(told.turn))
+        tools = zip(told.turn.message.tool_calls, call_ids(told), strict=True)
+        for position, (tool, id_) in enumerate(tools):
             begun = call_json(ToolCall(tool.name, ""), id_)
-            deltas.append({"tool_calls": [{"index": position, **begun}]})
+            yield self._event({"tool_calls": [{"index": position, **begun}]})
             arguments = {"index": position, "function": {"arguments": tool.arguments}}
-            deltas.append({"tool_calls": [arguments]})
-        first: Json = {}
-        if chat.return_token_ids and index == 0:
-            first["prompt_token_ids"] = list(told.prompt_token_ids)
-        for number, delta in enumerate(deltas):
-            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield event(_chunk(call, served, [choice], **(first if number == 0 else {})))
-        last: Json = {"index": index, "delta": {}, "finish_reason": reason}
-        last["logprobs"] = _logprobs(told, chat, served)
+            yield self._event({"tool_calls": [arguments]})
+        chat: ChatBody = self._call.body
+        last: Json = {
+            "index": self._index,
+            "delta": {},
+            "finish_reason": finish_reason(told),
+            "logprobs": _logprobs(told, chat, self._served),
+        }
+        more: Json = {}
         if chat.return_token_ids:
             last["token_ids"] = told.reply.token_ids
-        yield event(_chunk(call, served, [last]))
+            more["prompt_token_ids"] = list(told.prompt_token_ids)
+        yield event(_chunk(self._call, self._served, [last], **more))
+
+    def _tell(self, delta: Delta) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield self._event({"role": "assistant", "content": ""})
+        if delta.reasoning:
+            yield self._event({"reasoning_content": delta.reasoning})
+        if delta.content:
+            yield self._event({"content": delta.content})
+
+    def _event(self, delta: Json) -> bytes:
+        choice = {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return event(_chunk(self._call, self._served, [choice]))
+
+
+def _closing(call: Call, told: Sequence[Told], served: Served) -> Iterator[bytes]:
+    chat: ChatBody = call.body
+    if chat.stream_options is not None and chat.stream_options.include_usage:
+        yield event(_chunk(call, served, [], usage=usage_json(told)))
+    yield event("[DONE]")
 
 
 def _chunk(call: Call, served: Served, choices: list[Json], **more: object) -> Json:

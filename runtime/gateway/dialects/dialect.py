@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from sostenuto.runtime.engines.wire import WireSpan
 from sostenuto.runtime.gateway.texts import Texts
 from sostenuto.runtime.gateway.turn import Ask, Refused, Told
+from sostenuto.runtime.rendering.renderer import Renderer
 
 Json = dict[str, Any]
 
@@ -28,6 +30,7 @@ class Served:
     """Unix time, in seconds."""
     prompt_tokens: Callable[[Ask], int]
     """How many tokens the messages and tools of a call come to; ConfigError as the template refuses them."""
+    renderer: Renderer
 
     def check(self, model: str | None) -> None:
         """Refused for a model that is not served; none means the one that is."""
@@ -76,4 +79,25 @@ class Dialect(Protocol):
 
     def error_event(self, error: Refused) -> bytes:
         """The same, in a stream that has begun."""
+        ...
+
+
+class Live(Protocol):
+    """One call, streamed while it is sampled."""
+
+    def span(self, span: WireSpan) -> Iterable[bytes]:
+        """Events of tokens that were sampled just now."""
+        ...
+
+    def end(self, told: Told) -> Iterable[bytes]:
+        """Events of all that was not told yet, and the end."""
+        ...
+
+
+@runtime_checkable
+class LiveDialect(Protocol):
+    """A Dialect that tells tokens as they come."""
+
+    def live(self, call: Call, served: Served) -> Live | None:
+        """None: this call is told when it is over."""
         ...
