@@ -40,7 +40,7 @@ from sostenuto.types import Version
 
 _EPOCH = "epoch"
 
-J = TypeVar("J", RLJob, EvalJob, ServeJob)
+J = TypeVar("J", bound=RLJob | EvalJob | ServeJob)
 
 
 class JobCancelled(SostenutoError):  # noqa: N818 - reads as the fact it states

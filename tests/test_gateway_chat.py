@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from gateways import HELLO, LOOK, Front, Json, always, fronted
+from gateways import HELLO, LOOK, Front, Json, Reply, always, fronted
 from hosts import until
 from scripted import calls, says, write_tokenizer_folder
 from sostenuto.runtime.config import GatewaySettings
@@ -165,7 +165,7 @@ async def test_a_repeated_call_joins_the_first_and_does_not_run_twice(model: Pat
     async with fronted(model, always("yes"), engine={"decode_s": 0.05}) as front:
         headers = {"X-Program-Id": "a", "x-stainless-retry-count": "0"}
         again = {**headers, "x-stainless-retry-count": "1"}
-        replies = []
+        replies: list[Reply] = []
 
         async def ask(with_headers: dict[str, str]) -> None:
             replies.append(await front.chat(HELLO, headers=with_headers))

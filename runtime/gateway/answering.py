@@ -109,7 +109,7 @@ async def _streamed(
     live = dialect.live(answer.call, served) if isinstance(dialect, LiveDialect) else None
     stream = _Stream(request, keep_alive_s, dialect.keep_alive)
     try:
-        await stream.run(partial(answer.run, live and partial(stream.hear, live)))
+        await stream.run(partial(answer.run, partial(stream.hear, live) if live else None))
         (told, *_) = answer.told
         events = live.end(told) if live else dialect.events(answer.call, answer.told, served)
     except SostenutoError as error:

@@ -139,15 +139,17 @@ class Lane:
             parts = await self._sampled(grant, request, stream)
             if parts:
                 break
-        for part in parts:
-            turn = self.record.sampled(part, started_s=began_s, ended_s=around.now_s())
+        ended_s = around.now_s()
+        turns = [self.record.sampled(part, started_s=began_s, ended_s=ended_s) for part in parts]
         self.calls += 1
         self.usage += sum(map(used_by, parts), Usage(prompt_tokens=len(request.token_ids)))
         reply = joined(parts)
         self._acts_after = grant.turn
-        self._report_turn(grant.turn, called(turn, reply), reply)
+        self._report_turn(grant.turn, called(turns[-1], reply), reply)
         prompt = tuple(request.token_ids)
-        return Told(reply=reply, turn=turn, prompt_token_ids=prompt, standing=standing, waited_s=waited_s)
+        return Told(
+            reply=reply, turn=turns[-1], prompt_token_ids=prompt, standing=standing, waited_s=waited_s
+        )
 
     async def _sampled(
         self, grant: Decode, request: GenerateRequest, stream: TurnStream | None
