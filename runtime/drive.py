@@ -8,7 +8,7 @@ Invariants:
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import anyio
 
@@ -102,8 +102,9 @@ class Drive:
         self._calls = 0
         self._usage = Usage()
         sampling = Sampling(
-            temperature=spec.temperature, seed=spec.seed, stop_token_ids=around.renderer.stop_token_ids
-        )
+            temperature=spec.temperature, seed=spec.seed, stop_token_ids=around.renderer.stop_token_ids,
+            **asdict(spec.truncation),
+        )  # fmt: skip
         self._blank_request = GenerateRequest(
             request_id=spec.id, program_id=spec.id, token_ids=[], max_new_tokens=1, sampling=sampling,
             routed_experts=spec.routed_experts,

@@ -29,7 +29,7 @@ from sostenuto.runtime.config import RuntimeConfig, Section, load_toml
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, WarmStart
 from sostenuto.runtime.models import resolve_model
 from sostenuto.trainer.settings import GRPO, LearnerSettings
-from sostenuto.types import Limits
+from sostenuto.types import Limits, Truncation
 
 BUILT_IN = {
     "chain_sum": "sostenuto.envs.arithmetic:ChainSum",
@@ -77,6 +77,7 @@ class _JobFile(RuntimeConfig):
     """Keyword arguments of the environment."""
     model: str
     limits: Limits = Limits()
+    truncation: Truncation = Truncation()
 
     def environment_class(self, registry: Registry | None = None) -> type[Environment[Any]]:
         return (registry or Registry(BUILT_IN))[self.environment]
@@ -100,6 +101,14 @@ class TrainFile(_JobFile):
     algorithm: GRPO = GRPO()
     learner: LearnerSettings = LearnerSettings()
     warm_start: WarmStart | None = None
+
+    @model_validator(mode="after")
+    def _samples_from_the_whole_distribution(self) -> Self:
+        try:
+            self.truncation.refuse_in_training()
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
 
     async def job(self) -> RLJob:
         """The job, with class, model and tasks loaded; ConfigError for what cannot be."""
@@ -133,6 +142,7 @@ class EvalFile(_JobFile):
             temperatures=self.temperatures,
             options=self.options,
             limits=self.limits,
+            truncation=self.truncation,
             seed=self.seed,
             name=self.name,
         )

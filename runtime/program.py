@@ -16,6 +16,7 @@ from sostenuto.types import (
     SandboxRung,
     ToolCall,
     ToolResult,
+    Truncation,
     Version,
 )
 
@@ -58,6 +59,8 @@ class ProgramSpec:
     task: dict[str, JsonValue]
     limits: Limits = field(default_factory=Limits)
     temperature: float = 1.0
+    truncation: Truncation = field(default_factory=Truncation)
+    """Not where `purpose` is TRAIN: ConfigError."""
     seed: int = 0
     """Of the sampling noise."""
     environment_seed: int = 0
@@ -69,6 +72,10 @@ class ProgramSpec:
     """Record which experts of a mixture-of-experts model each token was routed to."""
     trainable_until: Version | None = None
     """The newest deployed version under which its record can still be trained; None: no such limit."""
+
+    def __post_init__(self) -> None:
+        if self.purpose is Purpose.TRAIN:
+            self.truncation.refuse_in_training()
 
 
 @dataclass(frozen=True, slots=True)

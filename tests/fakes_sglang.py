@@ -173,6 +173,8 @@ class FakeSGLang:
         req = Req(state.body, next(self._arrivals))
         state.is_dispatched = True
         state.ended = None
+        preferred = self.flags.get("preferred_sampling_params", {})
+        req.body = req.body | {"sampling_params": preferred | req.body["sampling_params"]}
         if self.flags.get("allow_auto_truncate"):
             req.body = req.body | {"input_ids": req.body["input_ids"][:8]}
         self.core.waiting.append(req)

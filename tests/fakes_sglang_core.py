@@ -247,7 +247,8 @@ class Core:
         self, params: dict[str, Any], logprobs: NDArray[np.float64], *, greedy: bool
     ) -> NDArray[np.int64]:
         order = np.argsort(-logprobs)
-        top_k = 1 if greedy else params.get("top_k", VOCABULARY)
+        top_k = 1 if greedy else params.get("top_k", -1)
+        top_k = VOCABULARY if top_k == -1 else top_k
         before = np.cumsum(np.exp(logprobs[order])) - np.exp(logprobs[order])
         kept = (np.arange(VOCABULARY) < top_k) & (before <= params.get("top_p", 1.0))
         likely = logprobs[order] >= logprobs.max() + np.log(max(params.get("min_p", 0.0), 1e-30))

@@ -62,6 +62,8 @@ class FakeVllm:
     dev_mode: bool = True
     processed: bool = True
     tells_cached: bool = True
+    defaults: Body = field(default_factory=dict[str, Any])
+    """Of the model's generation_config.json: what a request to the route of completions does not say."""
     takes_priorities: bool = True
     takes_grammars: bool = True
     refuses_when_paused: bool = True
@@ -220,7 +222,7 @@ class FakeVllm:
         body = await request.json()
         self.bodies.append(body)
         flat = request.path == COMPLETIONS
-        sampling: Body = body if flat else body["sampling_params"]
+        sampling: Body = self.defaults | body if flat else body["sampling_params"]
         if refusal := self._refusal(body, sampling):
             return refusal
         prefix = "cmpl" if flat else "generate-tokens"
@@ -299,6 +301,8 @@ class FakeVllm:
         if grammar := sampling.get("structured_outputs"):
             drawn = _allowed(drawn, END if running.sampled else re.compile(grammar["regex"]))
         noise = np.random.default_rng([sampling.get("seed", 0), len(running.sampled)]).gumbel(size=VOCABULARY)
+        if (kept := sampling.get("top_k") or 0) > 0:
+            drawn = np.where(drawn >= np.sort(drawn)[-kept], drawn, -np.inf)
         token = int(np.argmax(drawn + noise if temperature else drawn))
         told = drawn if self.processed else logprobs_after(self.weights, context[-1])
         running.sampled.append(token)

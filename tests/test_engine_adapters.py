@@ -17,7 +17,14 @@ from sostenuto.runtime.engines.embedded.core import Core
 from sostenuto.runtime.engines.embedded.model import load as load_quantized
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
-from sostenuto.runtime.engines.wire import AdapterRequest, CommitRequest, GenerateReply, GenerateRequest
+from sostenuto.runtime.engines.wire import (
+    AdapterRequest,
+    CommitRequest,
+    GenerateReply,
+    GenerateRequest,
+    ScoreReply,
+    ScoreRequest,
+)
 from sostenuto.trainer.quantization import dequantize
 from sostenuto.types import EngineId, Version
 
@@ -101,6 +108,29 @@ def test_several_adapters_and_the_base_share_a_batch_and_each_equals_its_merged_
         assert_sampled_by(modules[name], context, desk.reply(str(i)))
     replies = [desk.reply(str(i)).logprobs[0] for i in range(3)]
     assert len({round(logprob, 3) for logprob in replies}) == 3, "the adapters made no difference"
+
+
+def test_scoring_under_an_adapter_gives_what_sampling_under_it_said(desk: Desk, folder: Path, tmp_path: Path):
+    base = load(folder).module
+    put(desk.core, "one", write_adapter(tmp_path / "one", base, seed=1), version="0.7")
+    put(desk.core, "two", write_adapter(tmp_path / "two", base, seed=2))
+    context = prompt(300, seed=4)  # more than one chunk
+    scores: dict[str | None, ScoreReply] = {}
+    for name in ("one", "two", None):
+        reply = desk.turn(str(name), context, max_new_tokens=12, adapter=name)
+        scored: list[ScoreReply | Refusal] = []
+        request = ScoreRequest(token_ids=context + reply.token_ids, start=len(context), adapter=name)
+        desk.core.score(request, scored.append)
+        desk.submit("beside", prompt(20), max_new_tokens=4, adapter="two")
+        desk.run()
+        (score,) = scored
+        assert isinstance(score, ScoreReply)
+        np.testing.assert_allclose(score.logprobs, reply.logprobs, rtol=1e-5, atol=5e-5)
+        assert score.version == reply.versions[0].version
+        scores[name] = score
+    assert [score.version for score in scores.values()] == ["0.7", "0.0", "0.0"]
+    with pytest.raises(Refusal, match=r"adapter: 'three' is not loaded \(loaded: one, two\)"):
+        desk.core.score(ScoreRequest(token_ids=context, start=1, adapter="three"), lambda _: None)
 
 
 def test_kv_of_one_adapter_serves_no_other(desk: Desk, folder: Path, tmp_path: Path):

@@ -235,3 +235,12 @@ async def test_a_request_does_not_wait_for_ever_behind_a_pause(served: Served):
             with pytest.raises(EngineError, match=r"it stands still for over 0\.1 s; resume it"):
                 await call()
         await engine.resume()
+
+
+async def test_the_servers_preferred_settings_cut_nothing_off_the_distribution(
+    fake: FakeSGLang, engine: SGLangEngine
+):
+    free = await engine.generate(request("a", PROMPT, max_new_tokens=30))
+    fake.flags["preferred_sampling_params"] = {"top_k": 1, "presence_penalty": 2.0}
+    again = await engine.generate(request("b", PROMPT, max_new_tokens=30))
+    assert again.token_ids == free.token_ids

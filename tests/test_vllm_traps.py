@@ -125,16 +125,26 @@ async def test_priorities_seeds_and_salts_in_vllms_words(worlds: Worlds):
         assert "seed" in (await bodies_of_one(world))["sampling_params"]
 
 
-async def test_sampling_that_is_neutral_is_not_sent(worlds: Worlds):
+async def test_all_of_the_sampling_is_said(worlds: Worlds):
     async with worlds() as world:
         sent = (await bodies_of_one(world))["sampling_params"]
-        assert not {"top_k", "top_p", "min_p", "repetition_penalty", "structured_outputs"} & set(sent)
+        neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        assert {name: sent[name] for name in neutral} == neutral
+        assert "structured_outputs" not in sent
         sampling = {"top_k": 5, "min_p": 0.1, "presence_penalty": 0.5, "grammar": {"lark": "start: /a/"}}
         sent = (await bodies_of_one(world, sampling={**sampling, "grammar": {"regex": "7"}}))[
             "sampling_params"
         ]
         assert (sent["top_k"], sent["min_p"], sent["presence_penalty"]) == (5, 0.1, 0.5)
         assert (sent["structured_outputs"], sent["ignore_eos"]) == ({"regex": "7"}, False)
+
+
+async def test_the_models_own_settings_cut_nothing_off_the_distribution(worlds: Worlds):
+    replies: list[GenerateReply] = []
+    for defaults in ({}, {"top_k": 1, "repetition_penalty": 1.1}):
+        async with worlds(scale_out=False, defaults=defaults) as world, world.engine() as engine:
+            replies.append(await engine.generate(request("a", max_new_tokens=30)))
+    assert replies[0].token_ids == replies[1].token_ids
 
 
 # ---- another server than was meant ----
@@ -328,7 +338,7 @@ async def test_routed_experts_are_read(is_file: bool):
     np.save(file, routed)
     said = base64.b64encode(file.getvalue() if is_file else b"nonsense").decode()
     asked = request("a", routed_experts=True)
-    gathered = Gathered("engine", asked, served="0.0", tell=None, sent_s=0.0, first_s=0.0)
+    gathered = Gathered("engine", asked, served="0.0", telling=None, sent_s=0.0, first_s=0.0)
     end = f', "finish_reason": "length", "routed_experts": "{said}"' + "}]}"
     gathered.take(Answer("engine", _EVENT.removeprefix(b"data: ") + end.encode()))
     if not is_file:

@@ -10,12 +10,12 @@ def missing(request: GenerateRequest | ScoreRequest, features: frozenset[Feature
 
 def _needed(request: GenerateRequest | ScoreRequest) -> set[Feature]:
     needs = {Feature.TOP_LOGPROBS} if request.top_logprobs else set[Feature]()
+    if request.adapter is not None:
+        needs.add(Feature.ADAPTERS)
     if isinstance(request, ScoreRequest):
         return needs | {Feature.SCORE}
     if request.routed_experts:
         needs.add(Feature.ROUTED_EXPERTS)
-    if request.adapter is not None:
-        needs.add(Feature.ADAPTERS)
     return needs | _needed_to_sample(request.sampling)
 
 

@@ -261,6 +261,8 @@ class ScoreRequest(Wire):
     """First position to score; needs a token before it."""
     temperature: float = Field(default=1.0, gt=0)
     top_logprobs: int = Field(default=0, ge=0)
+    adapter: str | None = None
+    """Name of a loaded LoRA adapter to score with."""
 
 
 class ScoreReply(Wire):

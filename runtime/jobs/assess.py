@@ -16,7 +16,10 @@ async def assess(job: EvalJob, premises: Premises, say: Say) -> JobResult:
     with lone_error():
         async with open_workshop(premises, job) as shop:
             say(JobStarted(job.name, str(folder), shop.dispatcher.version, premises.isolation))
-            evaluation = Evaluation(job.tasks, job.environment(), job.limits, seed=job.seed, name=job.name)
+            evaluation = Evaluation(
+                job.tasks, job.environment(), job.limits,
+                seed=job.seed, name=job.name, truncation=job.truncation,
+            )  # fmt: skip
             for temperature in job.temperatures:
                 told, _ = await evaluation.run(
                     shop.rollouts, temperature=temperature, step=0, version=shop.dispatcher.version

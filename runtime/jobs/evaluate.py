@@ -14,10 +14,11 @@ from sostenuto.runtime.jobs.seeds import seed_of
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.tools.wire import EnvironmentRef
-from sostenuto.types import GroupId, Limits, ProgramId, Purpose, Version
+from sostenuto.types import GroupId, Limits, ProgramId, Purpose, Truncation, Version
 
 _PRIORITY = -1
 """In the queues of tools, where the programs of training have 0: the trainer waits for an evaluation."""
+_WHOLE = Truncation()
 
 
 class NothingScored(SostenutoError):  # noqa: N818 - reads as the fact it states
@@ -35,12 +36,14 @@ class Evaluation:
         *,
         seed: int,
         name: str,
+        truncation: Truncation = _WHOLE,
     ) -> None:
         self._tasks = list(tasks)
         self._environment = environment
         self._limits = limits
         self._seed = seed
         self._name = name
+        self._truncation = truncation
         self._rounds = 0
 
     async def run(
@@ -72,6 +75,7 @@ class Evaluation:
             task=task.model_dump(mode="json"),
             limits=self._limits,
             temperature=temperature,
+            truncation=self._truncation,
             priority=_PRIORITY,
             # The same noise at every version: differences are the policy's.
             seed=seed_of("evaluation", self._seed, index),

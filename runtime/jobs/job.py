@@ -13,7 +13,7 @@ from sostenuto.envs.task import Draw, Tasks
 from sostenuto.errors import ConfigError
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.trainer.settings import GRPO, LearnerSettings, Schedule
-from sostenuto.types import Limits
+from sostenuto.types import Limits, Truncation
 
 
 class TaskSource(Protocol):
@@ -78,6 +78,7 @@ class EvalJob(_Job):
     tasks: Tasks[Any] | Sequence[BaseModel]
     temperatures: tuple[float, ...] = (1.0, 0.0)
     """Each task once at each of them; 0 is greedy."""
+    truncation: Truncation = field(default_factory=Truncation)
 
     def __post_init__(self) -> None:
         if not len(self.tasks):

@@ -150,6 +150,37 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Truncation:
+    """Which tokens are left out when one is drawn.  What training learns from is sampled without."""
+
+    top_p: float = 1.0
+    """Only the smallest set of most probable tokens that has at least this probability."""
+    top_k: int = 0
+    """Only the most probable tokens; 0: all."""
+    min_p: float = 0.0
+    """Only tokens at least this times as probable as the most probable one."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        right = {"top_p": 0 < self.top_p <= 1, "top_k": self.top_k >= 0, "min_p": 0 <= self.min_p <= 1}
+        for name, is_right in right.items():
+            if not is_right:
+                ranges = "top_p above 0 up to 1, top_k from 0, min_p from 0 to 1"
+                raise ConfigError(f"truncation: {name} is {getattr(self, name)}; give {ranges}")
+
+    def refuse_in_training(self) -> None:
+        """ConfigError that names what is set."""
+        for cut in fields(self):
+            if (value := getattr(self, cut.name)) != cut.default:
+                raise ConfigError(
+                    f"truncation.{cut.name}: is {value}, and training recomputes the log-probabilities of "
+                    "the whole distribution: the support is not in the record; leave it out, or set it in "
+                    "an evaluation"
+                )
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     """One call as the policy wrote it.  `arguments` is JSON text, not yet checked."""
 

@@ -153,7 +153,7 @@ class Core:
         """Queue tokens to be scored, or raise Refusal."""
         self._refuse_when_broken()
         self._checks.score(request)
-        self._scores.append(ScoreJob(request, answer))
+        self._scores.append(ScoreJob(request, answer, self.adapters.get(request.adapter)))
 
     def abort(self, request_id: str, *, hold: bool = True) -> None:
         """End the request of exactly this id with the tokens it has; nothing happens when there is none."""
@@ -282,7 +282,7 @@ class Core:
             self._counters.cached_tokens += turn.computed
 
     def _advance_scores(self) -> None:
-        if self._scores and self._scores[0].advance(self._model, self.weights.version):
+        if self._scores and self._scores[0].advance(self._model, self.adapters, self.weights.version):
             self._scores.pop(0)
 
     def _compute(self, planned: Plan) -> None:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from sostenuto.runtime.engines.embedded.adapters import Adapters
 from sostenuto.runtime.engines.embedded.attention import Chunk, Step
 from sostenuto.runtime.engines.embedded.distribution import tempered
+from sostenuto.runtime.engines.embedded.lora import Adapter
 from sostenuto.runtime.engines.embedded.model import Model
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.rows import TopLogprobs
@@ -28,6 +30,8 @@ class ScoreJob:
 
     request: ScoreRequest
     answer: Callable[[ScoreReply | Refusal], None]
+    adapter: Adapter | None
+    """What it is scored with, to its end."""
     _token_ids: torch.Tensor = field(init=False)
     _kv: tuple[torch.Tensor, torch.Tensor] | None = None
     _computed: int = 0
@@ -43,19 +47,24 @@ class ScoreJob:
         self._logprobs.clear()
         self._top.clear()
 
-    def advance(self, model: Model, version: Version) -> bool:
-        """Compute one chunk; True when that was the last one and the request is answered."""
+    def advance(self, model: Model, adapters: Adapters, version: Version) -> bool:
+        """Compute one chunk; True when that was the last one and the request is answered.
+
+        `version`: of the model's weights.
+        """
         total = len(self._token_ids) - 1  # nothing follows the last token
         start, end = self._computed, min(self._computed + _CHUNK_TOKENS, total)
         self._computed = end
         first = max(start, self.request.start - 1)
-        logits = self._forward(model, start, end, wanted=torch.arange(min(first, end - 1), end) - start)
+        with adapters.serving([(self.adapter, end - start)]):
+            logits = self._forward(model, start, end, wanted=torch.arange(min(first, end - 1), end) - start)
         if first < end:
             self._take(logits, self._token_ids[first + 1 : end + 1].to(logits.device))
         if end < total:
             return False
         top = self._top if self.request.top_logprobs else None
-        self.answer(ScoreReply(logprobs=self._logprobs, version=str(version), top_logprobs=top))
+        scored = (self.adapter and self.adapter.version) or version
+        self.answer(ScoreReply(logprobs=self._logprobs, version=str(scored), top_logprobs=top))
         return True
 
     def _forward(self, model: Model, start: int, end: int, wanted: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 - Stop tokens: `ignore_eos` would switch off `stop_token_ids`, too, so it is set only where there are none;
   else the model's own end-of-text tokens also end a turn, and are reported as what was matched.
 - Without `no_stop_trim` text that is looked at would lack what stopped it.  Token ids are never trimmed.
+- What a request does not say a server may take from `--preferred-sampling-params`, so all is said.
 - Truncated sampling: the log-probabilities are those before truncation, so the kept support is asked
   for; its log-probabilities are of the distribution that was drawn from.
 """
@@ -14,6 +15,9 @@ from sostenuto.runtime.engines.sglang.facts import Facts
 from sostenuto.runtime.engines.wire import GenerateRequest, Sampling, ScoreRequest
 
 Body = dict[str, Any]
+
+_ALL = -1
+"""As top_k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +64,14 @@ def sampling_params(sampling: Sampling, max_new_tokens: int) -> Body:
         "no_stop_trim": True,
         "skip_special_tokens": False,
         "ignore_eos": not sampling.stop_token_ids,
+        "repetition_penalty": 1.0,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        **_truncation(sampling),
     }
     optional: Body = {
         "stop_token_ids": list(sampling.stop_token_ids),
         "stop": list(sampling.stop_strings),
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        **_truncation(sampling),
         **_grammar(sampling),
     }
     return params | {name: value for name, value in optional.items() if value}
@@ -104,12 +109,8 @@ def _room(request: GenerateRequest, facts: Facts) -> int:
 
 def _truncation(sampling: Sampling) -> Body:
     if not is_truncated(sampling):
-        return {}
-    return {
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p if sampling.top_p != 1.0 else None,
-        "min_p": sampling.min_p,
-    }
+        return {"top_k": _ALL, "top_p": 1.0, "min_p": 0.0}
+    return {"top_k": sampling.top_k or _ALL, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
 
 def _grammar(sampling: Sampling) -> Body:

@@ -5,6 +5,7 @@
   its noise is its own.
 - Without `ignore_eos` the model's own end of text would end a turn, whether or not it is a stop token.  A
   grammar, though, ends with it.
+- What a request does not say the server takes from the model's generation_config.json, so all is said.
 - vLLM serves lower priorities first.
 - Of the most probable tokens the sampled one takes a place, so one more is asked for.
 """
@@ -19,10 +20,7 @@ from sostenuto.runtime.engines.wire import GenerateRequest, Grammar, Sampling, S
 _SEED_BITS = 63
 _ONLY_ENDS = 1 << 20
 """Tokens between two events: only the first one and the end are told."""
-_NEUTRAL: dict[str, Any] = {
-    "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-}  # fmt: skip
+_ALWAYS = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "stop": list(sampling.stop_strings),
     }
-    body |= {name: value for name in _NEUTRAL if (value := getattr(sampling, name)) != _NEUTRAL[name]}
+    body |= {name: getattr(sampling, name) for name in _ALWAYS}
     if sampling.grammar is not None:
         body["structured_outputs"] = _grammar(sampling.grammar)
     return body
