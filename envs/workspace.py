@@ -129,6 +129,8 @@ class SandboxSpec:
     files: Mapping[str, str | bytes] = field(default_factory=dict[str, str | bytes])
     """Written into the workspace before the shell starts; relative paths."""
     memory_bytes: int = _LIMITS.memory_bytes
+    call_memory_bytes: int | None = None
+    """Of one program beside the shell (`exec`), where cgroups bound memory; None: `memory_bytes`."""
     processes: int = _LIMITS.processes
     file_bytes: int = _LIMITS.file_bytes
     """The largest file that can be written."""
@@ -147,9 +149,10 @@ class SandboxSpec:
     """Command that exits with 0 in a sandbox that is fit; one that is not is replaced."""
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "processes", "file_bytes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"SandboxSpec: {name} is {getattr(self, name)}; give a positive number")
+        for name in ("memory_bytes", "call_memory_bytes", "processes", "file_bytes"):
+            value: int | None = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"SandboxSpec: {name} is {value}; give a positive number")
         if isinstance(self.network, str):
             raise ConfigError(f"SandboxSpec: network is one str, {self.network!r}; give a tuple of hosts")
         AllowList(self.network)
@@ -185,7 +188,10 @@ class SandboxSpec:
             files={path: _bytes(content) for path, content in self.files.items()},
             environment=dict(self.environment),
             limits=SandboxLimits(
-                memory_bytes=self.memory_bytes, processes=self.processes, file_bytes=self.file_bytes
+                memory_bytes=self.memory_bytes,
+                call_memory_bytes=self.call_memory_bytes,
+                processes=self.processes,
+                file_bytes=self.file_bytes,
             ),
             shell=self.shell,
             image=self.image,

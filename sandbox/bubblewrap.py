@@ -235,7 +235,12 @@ def _as_user(uid: int | None) -> list[str]:
     """The change of user comes last, and with it every capability goes."""
     if uid is None:
         return []
-    return [shutil.which("setpriv") or "setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+    return [_setpriv(), f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+
+
+@cache
+def _setpriv() -> str:
+    return shutil.which("setpriv") or "setpriv"
 
 
 @cache

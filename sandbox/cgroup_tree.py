@@ -16,6 +16,7 @@ import secrets
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from sostenuto.sandbox import processes
@@ -205,8 +206,12 @@ def _usable(tree: Tree, base: Path) -> bool:
 
 def new_name() -> str:
     """Of a group of this process; says who owns it, and in which pid namespace that pid is one."""
-    pid = os.getpid()
-    return f"sostenuto.{_pid_namespace()}.{pid}.{processes.start_ticks(pid) or 0}.{secrets.token_hex(8)}"
+    return f"{_owned(os.getpid())}.{secrets.token_hex(8)}"
+
+
+@cache
+def _owned(pid: int) -> str:
+    return f"sostenuto.{_pid_namespace()}.{pid}.{processes.start_ticks(pid) or 0}"
 
 
 def is_named(name: str) -> bool:

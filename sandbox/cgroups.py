@@ -5,6 +5,7 @@
 - v1's freezer is not used: what it has frozen cannot be killed, so a sandbox would outlive its owner.
 """
 
+import secrets
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -19,9 +20,10 @@ from sostenuto.sandbox.cgroup_tree import Hierarchy, Tree, entering, find_hierar
 
 _FREEZE_S = 5.0
 _POLL_S = 0.0002
+_ATTEMPTS = 5
 REMEDY = (
-    "memory is bounded for each process, not for a sandbox as a whole; to change that, start this as root or "
-    "with 'systemd-run --user --scope -p Delegate=yes'"
+    "memory is bounded for each process, not for a sandbox or a call as a whole; to change that, start this "
+    "as root or with 'systemd-run --user --scope -p Delegate=yes'"
 )
 
 
@@ -41,10 +43,15 @@ class Cgroup:
         self._tree = tree
         self._name = name
         self._paths = list(paths.values())
+        self._entered = list(self._paths)
         self._of = {each: (one.version, path) for one, path in paths.items() for each in one.controllers}
         self._v2 = next((path for one, path in paths.items() if one.version == 2), None)
         memory = self._of.get("memory")
         self._memory: Memory | None = memory_of(tree, *memory) if memory else None
+        self._own_memory = self._memory
+        """Of what is in no cell."""
+        self._home: Path | None = None
+        """Where what is in no cell is, once there may be cells."""
 
     @contextmanager
     def _named(self) -> Generator[None]:
@@ -67,7 +74,31 @@ class Cgroup:
 
     def entering(self) -> list[str]:
         """What to put before the command line of a process that is to be in the group from its start."""
-        return entering(self._paths)
+        return entering(self._entered)
+
+    def divide(self) -> None:
+        """Let it have cells, where memory is bound; before any process has entered."""
+        if "memory" not in self._of:
+            return
+        version, path = self._of["memory"]
+        self._home = path
+        if version == 2:  # what hands a controller on holds no processes itself
+            self._home = path / "home"
+            with self._named():
+                self._tree.make(self._home)
+                self._tree.write(path / "cgroup.subtree_control", "+memory")
+            self._own_memory = memory_of(self._tree, version, self._home)
+            self._entered = [self._home if each == path else each for each in self._paths]
+
+    def cell(self, memory_bytes: int | None) -> "Cell | None":
+        """A new one, which may take so much; None where there are none."""
+        if self._home is None:
+            return None
+        version, path = self._of["memory"]
+        with self._named():
+            return Cell.make(
+                self._tree, version, path / f"call.{secrets.token_hex(8)}", self._home, memory_bytes
+            )
 
     def bound(self, bounds: Bounds) -> None:
         """What no controller is there for is not bounded."""
@@ -80,9 +111,9 @@ class Cgroup:
                 limit_cpus(self._tree, *self._of["cpu"], bounds.cpus)
 
     def out_of_memory_kills(self) -> int:
-        """Processes that the kernel has ended because the group's memory was used up."""
+        """Processes in no cell that the kernel has ended because the group's memory was used up."""
         with self._named():
-            return self._memory.kills() if self._memory is not None else 0
+            return self._own_memory.kills() if self._own_memory is not None else 0
 
     def memory_bytes(self) -> tuple[int, int] | None:
         """Used now, page cache included, and at the most so far; None: not counted."""
@@ -144,6 +175,53 @@ class Cgroup:
             raise failed
 
 
+class Cell:
+    """Processes of one call within a group: they share a bound on memory, and those it ends are counted."""
+
+    def __init__(self, tree: Tree, version: int, path: Path, home: Path) -> None:
+        self._tree = tree
+        self._path = path
+        self._home = home
+        self._memory = memory_of(tree, version, path)
+
+    @classmethod
+    def make(cls, tree: Tree, version: int, path: Path, home: Path, memory_bytes: int | None) -> "Cell":
+        """Raises OSError, and leaves nothing, when the system refuses."""
+        tree.make(path)
+        cell = cls(tree, version, path, home)
+        if memory_bytes is not None:
+            try:
+                cell._memory.limit(memory_bytes)
+            except OSError:
+                cell.remove()
+                raise
+        return cell
+
+    def take(self, pid: int) -> None:
+        """Let the process be in it, with all that it starts from now on; one that is gone is fine."""
+        try:
+            self._tree.write(self._path / "cgroup.procs", str(pid))
+        except ProcessLookupError:
+            return
+        except OSError as exc:
+            raise SandboxError(f"cgroup {self._path}: {exc}") from exc
+
+    def kills(self) -> int:
+        """Processes of it that the kernel has ended for want of memory; 0 when its sandbox is gone."""
+        with suppress(OSError):
+            return self._memory.kills()
+        return 0
+
+    def remove(self) -> None:
+        """What still runs in it goes on in its sandbox's own group.  What stays, goes with that."""
+        for _ in range(_ATTEMPTS):
+            with suppress(OSError):
+                for pid in self._tree.read(self._path / "cgroup.procs").split():
+                    self._tree.write(self._home / "cgroup.procs", pid)
+                self._tree.remove(self._path)
+                return
+
+
 def _has_swap() -> bool:
     with suppress(OSError):
         return len(Path("/proc/swaps").read_text().splitlines()) > 1
@@ -170,14 +248,16 @@ class Cgroups:
     def bound_memory(self) -> bool:
         return any("memory" in one.controllers for one in self._hierarchies)
 
-    def create(self, bounds: Bounds) -> Cgroup:
-        """A new group; raises SandboxError, and leaves nothing, when the system refuses."""
+    def create(self, bounds: Bounds, *, divided: bool = False) -> Cgroup:
+        """A new group, with or without cells; raises SandboxError, and leaves nothing, when it is refused."""
         name = new_name()
         group = Cgroup(self._tree, name, {one: one.base / name for one in self._hierarchies})
         try:
             for one in self._hierarchies:
                 self._tree.make(one.base / name)
             group.bound(bounds)
+            if divided:
+                group.divide()
         except OSError as exc:
             group.remove()
             raise SandboxError(f"no cgroup could be made: {exc}") from exc

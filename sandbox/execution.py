@@ -5,6 +5,7 @@
     SANDBOX/pipes/TOKEN.in        what it reads,
     SANDBOX/pipes/TOKEN.out       the pipe it writes into, and
     SANDBOX/pipes/TOKEN.status    the pipe that says `begun`, and then the exit code
+    SANDBOX/pipes/TOKEN.go        the pipe that lets it go on once it is in its cell, where it gets one
 
 - The spawner is a shell that the guard starts beside its own: what it runs is confined as everything else.
 - The folder can be entered inside, but neither written nor listed.
@@ -16,8 +17,9 @@ import os
 import secrets
 import shlex
 import subprocess
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +28,7 @@ import anyio.to_thread
 
 from sostenuto.errors import SandboxError
 from sostenuto.sandbox import processes
+from sostenuto.sandbox.cgroups import Cell
 from sostenuto.sandbox.channel import Streams
 from sostenuto.sandbox.output import HeadTail
 from sostenuto.sandbox.protocol import ShellResult
@@ -45,6 +48,14 @@ _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _PROBE_S = 10
 
 
+@dataclass(frozen=True, slots=True)
+class _Gate:
+    """Where a program waits until it is in its cell."""
+
+    cell: Cell
+    pipe: int
+
+
 class Spawner:
     """Runs programs in one sandbox.  `close` is idempotent and ends what waits for one."""
 
@@ -58,15 +69,16 @@ class Spawner:
         # Until the spawner has opened the far end, one of ours keeps either side from waiting.
         self._commands = os.open(pipes / token, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._running: dict[str, Streams] = {}
+        self._make_cell: Callable[[], Cell | None] = lambda: None
         self._closed = False
 
     def _make_pipe(self, name: str) -> None:
         os.mkfifo(self._pipes / name, 0o600)
         give(str(self._pipes / name), self._uid)
 
-    def settle(self, launcher: int, inside: str) -> None:
+    def settle(self, launcher: int, inside: str, make_cell: Callable[[], Cell | None]) -> None:
         """The spawner runs below `launcher` and sees the pipes at `inside`; we are told when it is gone."""
-        self._launcher, self._inside = launcher, inside
+        self._launcher, self._inside, self._make_cell = launcher, inside, make_cell
         both_ends = self._commands
         self._commands = os.open(self._pipes / self._token, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         os.close(both_ends)
@@ -102,27 +114,30 @@ class Spawner:
             return ShellResult(_NOT_RUN, refusal)
         started_s = anyio.current_time()
         sink = HeadTail(output_bytes)
-        async with self._prepared(argv, stdin) as (token, streams):
+        async with self._prepared(argv, stdin) as (token, streams, gate):
             code: int | None = None
             try:
                 with anyio.move_on_after(timeout_s):
-                    code = await self._follow(token, streams, sink)
+                    code = await self._follow(token, streams, sink, gate)
             finally:
                 if code is None:
                     await self._end(token)
             if self._closed:
                 raise SandboxError("the sandbox has ended")
             streams.drain(sink)
+            killed = gate is not None and gate.cell.kills() > 0
         output, cut_bytes = sink.text()
-        return ShellResult(code, output, cut_bytes, anyio.current_time() - started_s)
+        return ShellResult(code, output, cut_bytes, anyio.current_time() - started_s, killed)
 
-    async def _follow(self, token: str, streams: Streams, sink: HeadTail) -> int:
+    async def _follow(self, token: str, streams: Streams, sink: HeadTail, gate: "_Gate | None") -> int:
         self._ask(f"{_spawn()} {shlex.quote(f'{self._inside}/{token}.sh')}\n")
         try:
             with anyio.fail_after(_REPLY_S):
                 await streams.line(sink)
         except TimeoutError as exc:
             raise SandboxError("the sandbox starts no programs any more") from exc
+        if gate is not None:
+            self._confine(token, gate)
         try:
             return int(await streams.line(sink))
         except (SandboxError, ValueError):
@@ -132,6 +147,14 @@ class Spawner:
             await anyio.sleep(_GRACE_S)
             self._ask("\n")
             return _KILLED
+
+    def _confine(self, token: str, gate: "_Gate") -> None:
+        """Nothing of the program has run: its script waits."""
+        script = f"{self._inside}/{token}.sh"
+        for pid in reversed(processes.descendants(self._launcher)):
+            if processes.has_word(pid, script):
+                gate.cell.take(pid)
+        os.write(gate.pipe, b"\n")
 
     def _ask(self, line: str) -> None:
         try:
@@ -150,30 +173,50 @@ class Spawner:
         return self._belonging(token, processes.descendants(self._launcher))
 
     @asynccontextmanager
-    async def _prepared(self, argv: Sequence[str], stdin: bytes) -> AsyncGenerator[tuple[str, Streams]]:
-        """The token of a program, and what it writes into."""
+    async def _prepared(
+        self, argv: Sequence[str], stdin: bytes
+    ) -> AsyncGenerator[tuple[str, Streams, "_Gate | None"]]:
+        """The token of a program, what it writes into, and where it waits for its cell, if it gets one."""
         token = secrets.token_hex(16)
         try:
             if len(stdin) > _INLINE_BYTES:
                 await anyio.to_thread.run_sync(self._give, f"{token}.in", stdin)
             else:
                 self._give(f"{token}.in", stdin)
-            streams = self._running[token] = self._make(token, argv)
-            try:
-                yield token, streams
-            finally:
-                del self._running[token]
-                streams.close()
+            with self._gate(token) as gate:
+                streams = self._running[token] = self._make(token, argv, waits=gate is not None)
+                try:
+                    yield token, streams, gate
+                finally:
+                    del self._running[token]
+                    streams.close()
         finally:
-            for kind in ("sh", "in", "out", "status"):
+            for kind in ("sh", "in", "out", "status", "go"):
                 with suppress(OSError):
                     (self._pipes / f"{token}.{kind}").unlink()
 
-    def _make(self, token: str, argv: Sequence[str]) -> Streams:
+    @contextmanager
+    def _gate(self, token: str) -> Generator["_Gate | None"]:
+        cell = self._make_cell()
+        if cell is None:
+            yield None
+            return
+        try:
+            self._make_pipe(f"{token}.go")
+            # Both ends, and as long as it may be read: what is written into a pipe without readers is lost.
+            pipe = os.open(self._pipes / f"{token}.go", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                yield _Gate(cell, pipe)
+            finally:
+                os.close(pipe)
+        finally:
+            cell.remove()
+
+    def _make(self, token: str, argv: Sequence[str], *, waits: bool) -> Streams:
         try:
             for kind in ("out", "status"):
                 self._make_pipe(f"{token}.{kind}")
-            self._write(f"{token}.sh", _script(f"{self._inside}/{token}", token, argv).encode())
+            self._write(f"{token}.sh", _script(f"{self._inside}/{token}", token, argv, waits=waits).encode())
             output = os.open(self._pipes / f"{token}.out", _OPEN)
             try:
                 return Streams(output, os.open(self._pipes / f"{token}.status", _OPEN))
@@ -196,11 +239,12 @@ class Spawner:
         give(str(path), self._uid)
 
 
-def _script(path: str, token: str, argv: Sequence[str]) -> str:
+def _script(path: str, token: str, argv: Sequence[str], *, waits: bool) -> str:
     words = " ".join(map(shlex.quote, argv))
     at = shlex.quote(path)
+    wait = f"read -r _ <{at}.go; " if waits else ""
     return (
-        f"exec <{at}.in >{at}.out 2>&1 9>{at}.status; export {_VARIABLE}={token}; echo begun >&9\n"
+        f"exec <{at}.in >{at}.out 2>&1 9>{at}.status; export {_VARIABLE}={token}; echo begun >&9; {wait}\n"
         f"(exec 9>&-; exec {words}); echo $? >&9\n"
     )
 

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from sostenuto.errors import PathError, SandboxError, Unsupported
@@ -45,8 +46,7 @@ class Owner:
 
     @classmethod
     def me(cls) -> "Owner":
-        pid = os.getpid()
-        return cls(pid, processes.start_ticks(pid) or 0, processes.boot_id())
+        return _process(os.getpid())
 
     def is_alive(self) -> bool:
         return self.boot_id == processes.boot_id() and processes.is_alive(self.pid, self.start_ticks)
@@ -57,6 +57,11 @@ class Owner:
         draft = folder / "owner.json.new"
         draft.write_text(json.dumps(whole))
         draft.rename(folder / "owner.json")
+
+
+@cache
+def _process(pid: int) -> Owner:
+    return Owner(pid, processes.start_ticks(pid) or 0, processes.boot_id())
 
 
 @dataclass(frozen=True, slots=True)

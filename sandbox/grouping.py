@@ -4,7 +4,7 @@ import signal
 
 from sostenuto.errors import SandboxError, Unsupported
 from sostenuto.sandbox import processes, usage
-from sostenuto.sandbox.cgroups import REMEDY, Bounds, Cgroup, find_cgroups
+from sostenuto.sandbox.cgroups import REMEDY, Bounds, Cell, Cgroup, find_cgroups
 from sostenuto.sandbox.protocol import SandboxLimits
 
 _LAUNCHER_TASKS = 8
@@ -19,7 +19,8 @@ class Grouping:
         cgroups = find_cgroups()
         tasks = limits.processes + _LAUNCHER_TASKS
         bounds = Bounds(limits.memory_bytes, tasks, limits.cpus)
-        self._group: Cgroup | None = cgroups.create(bounds) if cgroups else None
+        self._group: Cgroup | None = cgroups.create(bounds, divided=True) if cgroups else None
+        self._call_bytes = limits.call_memory_bytes
         self._peak_bytes = 0
         self._is_out = False
 
@@ -27,6 +28,10 @@ class Grouping:
     def entering(self) -> list[str]:
         """What comes before the command line of the launcher."""
         return self._group.entering() if self._group else []
+
+    def cell(self) -> Cell | None:
+        """For the processes of one call; None where cgroups do not bound memory."""
+        return self._group.cell(self._call_bytes) if self._group else None
 
     def out_of_memory_kills(self) -> int:
         return self._group.out_of_memory_kills() if self._group else 0

@@ -1,9 +1,9 @@
 """Folders shown under another owner, to the processes that are launched over them and to nobody else.
 
 An overlay copies up only what its user may change, so a layer must seem to belong to the sandbox's own user.
-Root can mount it so (Linux 5.19, where the file system can).  The mounts are made in a mount namespace of one
-thread that lives as long as this process: they end with it, however it ends, and launchers, which are bound
-to die with the thread that started them, do not die earlier.
+Root can mount it so (Linux 5.19, where the file system can).  A few threads make the mounts, each in a mount
+namespace of its own, and live as long as this process: the mounts end with it, however it ends, and
+launchers, which are bound to die with the thread that started them, do not die earlier.
 
 The one module that makes these system calls, for which there is no library.
 """
@@ -30,6 +30,8 @@ _MOUNT_ATTR_IDMAP, _MOUNT_ATTR_RDONLY = 0x00100000, 0x1
 _CLONE_NEWNS = 0x00020000
 _MS_PRIVATE_ALL = (1 << 18) | (1 << 14)
 _MNT_DETACH = 2
+_THREADS = 4
+"""A launch takes some ten milliseconds of the kernel's time: one after the other, a hundred are late."""
 
 T = TypeVar("T")
 
@@ -54,7 +56,6 @@ class _Thread:
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.pid = os.getpid()
         threading.Thread(target=self._serve, name="mounts", daemon=True).start()
         self.do(_leave_the_others)
 
@@ -76,15 +77,17 @@ class _Thread:
 
 
 _starting = threading.Lock()
-_threads: list[_Thread] = []
-"""The one of this process, and of processes that it was forked from: threads do not survive a fork."""
+_threads: dict[tuple[int, int], _Thread] = {}
+"""Those of this process, and of processes that it was forked from: threads do not survive a fork."""
 
 
-def _thread() -> _Thread:
+def _thread(shown: Sequence[Shown]) -> _Thread:
+    """Always the same one for the same folders."""
+    key = os.getpid(), hash(shown[0].at) % _THREADS if shown else 0
     with _starting:
-        if not _threads or _threads[-1].pid != os.getpid():
-            _threads.append(_Thread())
-        return _threads[-1]
+        if key not in _threads:
+            _threads[key] = _Thread()
+        return _threads[key]
 
 
 def launch_over(shown: Sequence[Shown], launch: Callable[[], T]) -> T:
@@ -93,7 +96,7 @@ def launch_over(shown: Sequence[Shown], launch: Callable[[], T]) -> T:
         owners = {(one.owner, one.uid) for one in shown}
         namespaces = {key: stack.enter_context(_mapped(*key)) for key in owners}
         ready = [(one, namespaces[one.owner, one.uid]) for one in shown]
-        return _thread().do(lambda: _launch_over(ready, launch))
+        return _thread(shown).do(lambda: _launch_over(ready, launch))
 
 
 def _launch_over(ready: list[tuple[Shown, int]], launch: Callable[[], T]) -> T:
@@ -112,7 +115,7 @@ def _launch_over(ready: list[tuple[Shown, int]], launch: Callable[[], T]) -> T:
 def withdraw(shown: Sequence[Shown]) -> None:
     """Show the folders no longer to who is launched from now on; what runs over them keeps them."""
     if shown:
-        _thread().do(lambda: [_libc().umount2(bytes(one.at), _MNT_DETACH) for one in shown])
+        _thread(shown).do(lambda: [_libc().umount2(bytes(one.at), _MNT_DETACH) for one in shown])
 
 
 def _leave_the_others() -> None:

@@ -18,6 +18,7 @@ import anyio.to_thread
 
 from sostenuto.errors import SandboxError
 from sostenuto.sandbox import archives, idmapped, processes, usage, workspace
+from sostenuto.sandbox.cgroups import Cell
 from sostenuto.sandbox.channel import Channel
 from sostenuto.sandbox.egress.egress import Door, Egress, describe_network
 from sostenuto.sandbox.execution import Spawner
@@ -124,7 +125,7 @@ class LocalSandbox:
         self._shell = shell
         launcher = self._launcher.pid
         self._pidfds = processes.open_handles([launcher, *processes.children(launcher)])
-        self._spawner.settle(launcher, self._launch.pipes)
+        self._spawner.settle(launcher, self._launch.pipes, self._cell)
         if self._origin.layered:
             enter, pid = self._folder.enter, shell.host_pid()
             await anyio.to_thread.run_sync(enter, pid, self._launch.workspace, self._origin.files)
@@ -142,26 +143,30 @@ class LocalSandbox:
 
     async def shell(self, command: str, *, timeout_s: float, output_bytes: int = 65536) -> ShellResult:
         self._check_awake()
-        return await self._counted(self._running().run(command, timeout_s, output_bytes))
+        before = self._kills_seen
+        result = await self._explained(self._running().run(command, timeout_s, output_bytes))
+        self._kills_seen = self._kills()
+        return replace(result, out_of_memory=True) if self._kills_seen > before else result
 
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, output_bytes: int = 65536
     ) -> ShellResult:
         self._check_awake()
         self._running()
-        return await self._counted(self._spawner.run(argv, stdin, timeout_s, output_bytes))
+        return await self._explained(self._spawner.run(argv, stdin, timeout_s, output_bytes))
 
-    async def _counted(self, running: Coroutine[Any, Any, ShellResult]) -> ShellResult:
-        """Whoever ran while the kernel ended a process for want of memory is told so."""
+    async def _explained(self, running: Coroutine[Any, Any, ShellResult]) -> ShellResult:
+        """Where it fails as the kernel ends a process for want of memory, the error says so."""
         before = self._kills_seen
         try:
-            result = await running
+            return await running
         except SandboxError as exc:
             if self._kills() > before:
                 raise SandboxError(f"{exc}: its memory was used up") from exc
             raise
-        self._kills_seen = self._kills()
-        return replace(result, out_of_memory=True) if self._kills_seen > before else result
+
+    def _cell(self) -> Cell | None:
+        return self._grouping.cell() if self._grouping else None
 
     def _kills(self) -> int:
         return self._grouping.out_of_memory_kills() if self._grouping else 0

@@ -14,6 +14,8 @@ class SandboxLimits:
     """Enforced with whatever the system offers; `sostenuto doctor` says with what."""
 
     memory_bytes: int = 1 << 30
+    call_memory_bytes: int | None = None
+    """Of one program beside the shell, with all that it starts, where cgroups bound memory; None: no less."""
     processes: int = 128
     file_bytes: int = 256 << 20
     """The largest file that can be written."""

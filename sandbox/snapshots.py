@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sostenuto.errors import SandboxError
 from sostenuto.sandbox.copying import Copying, copy_tree
+from sostenuto.sandbox.fingerprint import fingerprint
 from sostenuto.sandbox.folders import SNAPSHOT, Folder, Origin, make_owned, new_path, read_record
 from sostenuto.sandbox.protocol import Blueprint, Snapshot
 from sostenuto.sandbox.removal import remove_tree
@@ -102,6 +103,14 @@ class Snapshots:
                 f"{snapshot.reference} is no snapshot of backend {self._backend!r} under {self._root}"
             )
         return path
+
+
+def seal_of(snapshot: Snapshot) -> str:
+    """Changes with whatever is changed in it; empty for one that is no folder of this machine, or is gone."""
+    try:
+        return fingerprint(Path(snapshot.reference) / "content")
+    except OSError:
+        return ""
 
 
 class Taking:

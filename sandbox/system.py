@@ -7,6 +7,7 @@ interpreter, so that `python3` works inside.  Nothing of any home folder, no var
 import os
 import secrets
 import sys
+from functools import cache
 from pathlib import Path
 
 from sostenuto.sandbox.protocol import Blueprint
@@ -27,6 +28,7 @@ _FIRST_UID, _UIDS = 61184, 4336
 """The range that systemd, too, draws its transient users from."""
 
 
+@cache
 def interpreter_prefix() -> Path | None:
     """Of the running interpreter, unless it is in the system folders or holds more than an installation."""
     prefix = Path(sys.base_prefix).resolve()

@@ -110,6 +110,9 @@ class FakeV2(Tree):
             raise FileNotFoundError(errno.ENOENT, "No such file", str(path))
 
     def write(self, path: Path, text: str) -> None:
+        if path.name == "cgroup.procs" and path.parent in self.members:
+            self._enter(path.parent, int(text))
+            return
         self._known(path)
         self._check(path.parent)
         group, name = path.parent, path.name
@@ -123,6 +126,14 @@ class FakeV2(Tree):
             self.files[group]["cgroup.events"] = f"populated 0\nfrozen {text}\n"
         self.files[group][name] = text
 
+    def _enter(self, group: Path, pid: int) -> None:
+        if self.files[group]["cgroup.subtree_control"]:
+            raise OSError(errno.EBUSY, "no internal processes")
+        for members in self.members.values():
+            if pid in members:
+                members.remove(pid)
+        self.members[group].append(pid)
+
     def _switch(self, group: Path, text: str) -> None:
         handed = set(self.files[group]["cgroup.subtree_control"].split())
         if text[0] == "+":
@@ -132,6 +143,9 @@ class FakeV2(Tree):
         else:
             handed.discard(text[1:])
         self.files[group]["cgroup.subtree_control"] = " ".join(sorted(handed))
+        for below in self.groups(group):
+            for controller in handed:
+                self.files[below] = _V2_FILES[controller] | self.files[below]
 
     def groups(self, path: Path) -> list[Path]:
         return sorted(group for group in self.files if group.parent == path and group != path)

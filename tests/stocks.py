@@ -9,16 +9,19 @@ import anyio
 from fakes_tools import config
 from sandboxes import entries, left_processes, sandbox_root
 from sostenuto.sandbox.protocol import Backend
+from sostenuto.tools.journal import Journal, Left
 from sostenuto.tools.stock import Stock
 from sostenuto.tools.teardown import Teardown
 
 
 @asynccontextmanager
-async def stocked(backend: Backend, **changes: object) -> AsyncGenerator[Stock]:
+async def stocked(
+    backend: Backend, journal: Journal | None = None, **changes: object
+) -> AsyncGenerator[Stock]:
     """Open as long as the block is, and then closed as the server does it."""
     async with anyio.create_task_group() as group:
         teardown = Teardown(group, 10)
-        stock = Stock(config(**changes), backend, group, teardown)
+        stock = Stock(config(**changes), backend, group, teardown, journal or Journal(None, Left()))
         try:
             yield stock
         finally:

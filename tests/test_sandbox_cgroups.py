@@ -129,6 +129,35 @@ def test_v2_usage_is_read():
     assert group.out_of_memory_kills() == 2
 
 
+def test_on_v2_the_processes_of_a_divided_group_are_in_a_group_below_so_that_calls_can_have_theirs():
+    tree = FakeV2("/", inside=False)
+    group = found(tree).create(Bounds(memory_bytes=64 << 20), divided=True)
+    (path,) = tree.groups(TOP)
+    assert group.entering()[-2] == str(path / "home")
+    tree.write(path / "home" / "cgroup.procs", "77")
+    cell = group.cell(16 << 20)
+    assert cell is not None
+    (inner,) = [each for each in tree.groups(path) if each.name != "home"]
+    assert tree.files[path]["memory.max"] == str(64 << 20)
+    assert tree.files[inner]["memory.max"] == str(16 << 20)
+    cell.take(78)
+    tree.files[inner]["memory.events"] = "oom_kill 1\n"
+    assert (cell.kills(), group.out_of_memory_kills()) == (1, 0)
+    cell.remove()
+    assert tree.groups(path) == [path / "home"]
+    assert tree.members[path / "home"] == [77, 78], "what lives on is the sandbox's"
+
+
+def test_a_cell_that_cannot_be_bounded_is_an_error_and_leaves_nothing():
+    tree = FakeV2("/", inside=False)
+    group = found(tree).create(Bounds(), divided=True)
+    (path,) = tree.groups(TOP)
+    tree.write(path / "cgroup.subtree_control", "-memory")
+    with pytest.raises(SandboxError, match="No such file"):
+        group.cell(16 << 20)
+    assert tree.groups(path) == [path / "home"]
+
+
 def test_v2_without_a_peak_counter_keeps_the_most_that_was_seen():
     tree, group, path = in_v2(Bounds())
     del tree.files[path]["memory.peak"]

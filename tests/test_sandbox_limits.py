@@ -16,7 +16,7 @@ from sostenuto.sandbox.cgroup_end import reclaim_cgroups
 from sostenuto.sandbox.cgroup_tree import Tree, find_mounts, new_name
 from sostenuto.sandbox.cgroups import find_cgroups
 from sostenuto.sandbox.grouping import Grouping
-from sostenuto.sandbox.protocol import Blueprint, Sandbox, SandboxLimits
+from sostenuto.sandbox.protocol import Blueprint, Sandbox, SandboxLimits, ShellResult
 
 each_backend = pytest.mark.parametrize("kind", ALL)
 LIMITS = SandboxLimits(memory_bytes=96 << 20)
@@ -60,6 +60,10 @@ def own_groups() -> list[Path]:
     return [group for path in places for group in Tree().groups(path) if group.name.startswith(mark)]
 
 
+def calls_in(group: Path) -> list[Path]:
+    return [inner for inner in Tree().groups(group) if inner.name.startswith("call.")]
+
+
 @needs_groups
 @each_backend
 async def test_a_command_that_runs_out_of_memory_is_told_so_and_takes_nothing_else(kind: str):
@@ -88,6 +92,41 @@ async def test_a_program_beside_the_shell_that_runs_out_of_memory_leaves_the_she
             assert (hog.out_of_memory, hog.output.splitlines()[-1]) == (True, "code 137")
             await sandbox.exec(["sh", "-c", "echo on > go"], timeout_s=20)
         assert said == ["on\n"]
+
+
+@needs_groups
+@each_backend
+async def test_a_program_beyond_its_own_memory_is_ended_alone_and_told_so(kind: str):
+    limits = SandboxLimits(memory_bytes=256 << 20, call_memory_bytes=64 << 20)
+    async with limited(kind, limits) as sandbox:
+        await sandbox.shell("X=5; sleep 61 & Y=$!; mkfifo go", timeout_s=20)
+        said: list[ShellResult] = []
+
+        async def neighbour() -> None:
+            program = "block = bytearray(40 << 20); print(len(open('go').read()))"
+            said.append(await sandbox.exec(["python3", "-S", "-c", program], timeout_s=30))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(neighbour)
+            hog = await sandbox.exec(["sh", "-c", HOG.replace("300", "120")], timeout_s=20)
+            assert (hog.exit_code, hog.out_of_memory) == (137, True)
+            fine = await sandbox.exec(["sh", "-c", "echo on > go"], timeout_s=20)
+            assert not fine.out_of_memory
+        assert [(one.output, one.exit_code, one.out_of_memory) for one in said] == [("3\n", 0, False)]
+        after = await sandbox.shell("kill -0 $Y && echo $X", timeout_s=20)
+        assert (after.output, after.out_of_memory) == ("5\n", False)
+        roomy = await sandbox.shell(HOG.replace("300", "120"), timeout_s=20)
+        assert (roomy.exit_code, roomy.out_of_memory) == (0, False), "the shell has what the sandbox has"
+
+
+@needs_groups
+@each_backend
+async def test_what_lives_on_after_its_call_is_the_sandbox_s_and_its_group_goes(kind: str):
+    async with limited(kind) as sandbox:
+        started = await sandbox.exec(["sh", "-c", "sleep 61 >/dev/null 2>&1 & echo on"], timeout_s=20)
+        assert started.output == "on\n"
+        assert [inner for group in own_groups() for inner in calls_in(group)] == []
+        assert not await sandbox.is_quiet()
 
 
 @needs_groups

@@ -3,6 +3,8 @@
 import os
 import signal
 import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -17,6 +19,9 @@ from sostenuto.sandbox.local import LocalSandbox
 from sostenuto.sandbox.protocol import Blueprint, Sandbox, Snapshot
 from sostenuto.tools import content
 from sostenuto.tools.ladder import Ladder
+from sostenuto.tools.metrics import Metrics
+from sostenuto.tools.reconcile import inherited_snapshots, open_state, reclaim_orphans, verify_layers
+from sostenuto.tools.recorded import RecordedBackend
 from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.server import listen
 from sostenuto.tools.setup import Setup
@@ -230,6 +235,88 @@ async def test_a_server_killed_during_a_build_leaves_nothing_after_the_next_star
         async with listen(config(**changes), FakeBackend(), FakeHosts(), Secrets({})):
             assert entries(root) == []
             assert left_processes(root) == []
+
+
+@asynccontextmanager
+async def next_server(state: Path, root: Path, **changes: object) -> AsyncGenerator[Stock]:
+    """What a server on the same state and disk starts with."""
+    changes = {"state_dir": state, "sandbox_root": str(root), **changes}
+    settings = config(**changes)
+    async with open_state(settings) as journal:
+        backend = RecordedBackend(backend_of("bubblewrap", root), journal, Metrics(None))
+        await reclaim_orphans(settings, backend, journal)
+        await verify_layers(journal, backend.name)
+        async with (
+            inherited_snapshots(backend, journal.left, 600),
+            stocked(backend, journal, **changes) as stock,
+        ):
+            yield stock
+
+
+async def left_by_a_killed_server(state: Path, root: Path) -> str:
+    """What its set-up drew; the layer of GIVEN and DRAWN is on disk."""
+    code = (
+        "import anyio, os, signal, sqlite3, sys\n"
+        "sys.path.insert(0, sys.argv[3])\n"
+        "from contextlib import closing\n"
+        "from pathlib import Path\n"
+        "from test_tools_layers import DRAWN, GIVEN, next_server\n"
+        "async def main():\n"
+        "    async with next_server(Path(sys.argv[1]), Path(sys.argv[2])) as stock:\n"
+        "        sandbox = await stock.start('p', GIVEN, DRAWN)\n"
+        "        print((await sandbox.shell('cat sub/made', timeout_s=20)).output, flush=True)\n"
+        "        with closing(sqlite3.connect(Path(sys.argv[1]) / 'journal.sqlite')) as journal:\n"
+        "            while not journal.execute('SELECT * FROM layers').fetchall():\n"
+        "                await anyio.sleep(0.01)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "anyio.run(main)\n"
+    )
+    argv = [sys.executable, "-c", code, str(state), str(root), str(Path(__file__).parent)]
+    return (await anyio.run_process(argv, stderr=None, check=False)).stdout.decode().strip()
+
+
+async def test_layers_survive_the_death_of_their_server_and_count_against_the_budget(tmp_path: Path):
+    with sandbox_root() as root:
+        drawn = await left_by_a_killed_server(tmp_path, root)
+        assert drawn
+        async with next_server(tmp_path, root) as stock:
+            assert stock.counters["layers_inherited"] == 1
+            assert stock.layer_bytes > 0
+            sandbox = await stock.start("q", GIVEN, DRAWN)
+            assert await output_of(sandbox, "cat sub/made") == drawn
+            await sandbox.stop()
+            assert stock.counters["layers_built"] == 0
+        assert entries(root) == []
+    with sandbox_root() as root:
+        await left_by_a_killed_server(tmp_path, root)
+        async with next_server(tmp_path, root, layer_bytes=0) as stock:
+            assert stock.layer_bytes == 0
+
+
+async def test_a_layer_that_is_not_what_it_was_is_made_anew(tmp_path: Path):
+    with sandbox_root() as root:
+        drawn = await left_by_a_killed_server(tmp_path, root)
+        (made,) = root.glob("snapshot.*/content/sub/made")
+        made.write_bytes(made.read_bytes()[::-1])
+        async with next_server(tmp_path, root) as stock:
+            assert stock.counters["layers_inherited"] == 0
+            sandbox = await stock.start("q", GIVEN, DRAWN)
+            assert await output_of(sandbox, "cat sub/made") not in {drawn, drawn[::-1]}
+            await sandbox.stop()
+        assert entries(root) == []
+
+
+async def test_a_server_that_ends_in_order_leaves_its_layers_where_it_is_told_to(tmp_path: Path):
+    with sandbox_root() as root:
+        drawn: list[str] = []
+        for keeps, there in ((True, 1), (True, 1), (False, 0)):
+            async with next_server(tmp_path, root, keep_layers=keeps) as stock:
+                sandbox = await stock.start("p", GIVEN, DRAWN)
+                drawn.append(await output_of(sandbox, "cat sub/made"))
+                await sandbox.stop()
+                assert stock.counters["layers_built"] == (len(drawn) == 1)
+            assert len(entries(root)) == there
+        assert len(set(drawn)) == 1
 
 
 def left_below(pid: int) -> list[str]:

@@ -69,6 +69,9 @@ class ServerConfig(BaseModel):
     layer_bytes: int | None = Field(default=None, ge=0)
     """Disk for what set-up commands have made; what is in use may take more.  None: half of what is free."""
 
+    keep_layers: bool = False
+    """Leave them on disk when the server ends in order, too, for the next one on `state_dir`."""
+
     cpus: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """What running calls may claim of processors together; None: all that this machine lets us have."""
 

@@ -1,7 +1,6 @@
 """What makes sandboxes start alike, as text that is equal when it is."""
 
 import hashlib
-import os
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -10,6 +9,7 @@ import anyio
 from anyio import to_thread
 
 from sostenuto.errors import SandboxError
+from sostenuto.sandbox.fingerprint import fingerprint
 from sostenuto.sandbox.protocol import Blueprint
 from sostenuto.tools.setup import Setup
 
@@ -75,20 +75,7 @@ class Kinds:
 
 
 def _digest(template: Path) -> str:
-    """Changes with the names, modes, sizes and times of the files."""
-    digest = hashlib.sha256(f"{template}\n".encode(errors="surrogateescape"))
     try:
-        for folder, names, files in os.walk(template, onerror=_raise):
-            names.sort()
-            for name in sorted((*files, *names)):
-                path = f"{folder}/{name}"
-                seen = os.lstat(path)
-                line = f"{path}\0{seen.st_mode} {seen.st_size} {seen.st_mtime_ns} {seen.st_ctime_ns}\n"
-                digest.update(line.encode(errors="surrogateescape"))
+        return fingerprint(template)
     except OSError as error:
         raise SandboxError(f"template {template} cannot be read: {error}") from error
-    return digest.hexdigest()
-
-
-def _raise(error: OSError) -> None:
-    raise error

@@ -33,6 +33,9 @@ CREATE TABLE IF NOT EXISTS results (
 CREATE TABLE IF NOT EXISTS sandboxes (name TEXT PRIMARY KEY, backend TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS snapshots (
     backend TEXT, reference TEXT, size INTEGER NOT NULL, PRIMARY KEY (backend, reference));
+CREATE TABLE IF NOT EXISTS layers (
+    backend TEXT, reference TEXT, content TEXT NOT NULL, seal TEXT NOT NULL,
+    PRIMARY KEY (backend, reference));
 CREATE TABLE IF NOT EXISTS epochs (name TEXT PRIMARY KEY, epoch INTEGER NOT NULL);
 DELETE FROM results WHERE program NOT IN (SELECT id FROM programs);
 """
@@ -68,6 +71,13 @@ class ResultRow:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerRow:
+    snapshot: Snapshot
+    seal: str
+    """Of what it was when it was made, see `sandbox.snapshots`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """What the server before this one had not given back."""
 
@@ -78,6 +88,8 @@ class Left:
     """Name to backend."""
     snapshots: tuple[Snapshot, ...] = ()
     epochs: dict[str, int] = field(default_factory=dict[str, int])
+    layers: dict[str, "LayerRow"] = field(default_factory=dict[str, "LayerRow"])
+    """By what they hold; those of `snapshots` that are layers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,8 +152,15 @@ class Journal:
         self._write("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", *values)
 
     def snapshot_went(self, snapshot: Snapshot) -> None:
-        statement = "DELETE FROM snapshots WHERE backend = ? AND reference = ?"
-        self._write(statement, snapshot.backend, snapshot.reference)
+        for table in ("layers", "snapshots"):
+            statement = f"DELETE FROM {table} WHERE backend = ? AND reference = ?"
+            self._write(statement, snapshot.backend, snapshot.reference)
+
+    def layer_came(self, content: str, layer: LayerRow) -> None:
+        """Of a snapshot that was written down before."""
+        snapshot = layer.snapshot
+        values = (snapshot.backend, snapshot.reference, content, layer.seal)
+        self._write("INSERT OR REPLACE INTO layers VALUES (?, ?, ?, ?)", *values)
 
     def epoch_rose(self, name: str, epoch: int) -> None:
         self._write("INSERT OR REPLACE INTO epochs VALUES (?, ?)", name, epoch)
@@ -218,10 +237,14 @@ def _read(connection: sqlite3.Connection) -> Left:
     programs = dict(connection.execute("SELECT id, owner FROM programs"))
     rows = connection.execute("SELECT program, kind, call, state, outcome FROM results ORDER BY rowid")
     snapshots = connection.execute("SELECT backend, reference, size FROM snapshots")
+    layers = connection.execute(
+        "SELECT content, seal, backend, reference, size FROM layers JOIN snapshots USING (backend, reference)"
+    )
     return Left(
         programs,
         tuple(ResultRow(program, Kind(kind), call, Ran(ran), out) for program, kind, call, ran, out in rows),
         dict(connection.execute("SELECT name, backend FROM sandboxes")),
         tuple(Snapshot(*row) for row in snapshots),
         dict(connection.execute("SELECT name, epoch FROM epochs")),
+        {content: LayerRow(Snapshot(*snapshot), seal) for content, seal, *snapshot in layers},
     )

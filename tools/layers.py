@@ -3,6 +3,8 @@
 - A layer is made once, by a task of the server: whoever wants it waits, and none who leaves ends the making.
 - It is removed when its disk is wanted for others, the one that was used longest ago first, and never while
   somebody uses or waits for it: layers in use may take more than the budget.
+- With a journal they survive the server's death, and with `keep_layers` its end: the next one begins with
+  those that are as they were made.
 - That a set-up command failed is remembered for `FAILED_S`; anything else that went wrong is not.
 """
 
@@ -17,12 +19,15 @@ from math import inf
 from pathlib import Path
 
 import anyio
+from anyio import to_thread
 
 from sostenuto.errors import SandboxError, SostenutoError, ToolServerError
 from sostenuto.sandbox.protocol import Backend, Snapshot
+from sostenuto.sandbox.snapshots import seal_of
 from sostenuto.tools.background import Background
 from sostenuto.tools.bounded import bounded, outcome_of
 from sostenuto.tools.config import ServerConfig
+from sostenuto.tools.journal import Journal, LayerRow
 from sostenuto.tools.results import Pending
 from sostenuto.tools.setup import SetupFailed
 from sostenuto.tools.teardown import Teardown
@@ -30,7 +35,7 @@ from sostenuto.tools.teardown import Teardown
 log = getLogger(__name__)
 
 FAILED_S = 60.0
-COUNTERS = ("layers_built", "layers_failed", "layers_evicted", "layer_hits")
+COUNTERS = ("layers_built", "layers_failed", "layers_evicted", "layers_inherited", "layer_hits")
 Build = Callable[[], Awaitable[Snapshot]]
 
 
@@ -54,7 +59,12 @@ class Layers:
     """The cache of one server; all in one event loop."""
 
     def __init__(
-        self, config: ServerConfig, backend: Backend, background: Background, teardown: Teardown
+        self,
+        config: ServerConfig,
+        backend: Backend,
+        background: Background,
+        teardown: Teardown,
+        journal: Journal,
     ) -> None:
         self._backend = backend
         self._background = background
@@ -65,6 +75,11 @@ class Layers:
         """The one that was used last is the last."""
         self._on_disk: set[Layer] = set()
         self.counters = Counter[str](dict.fromkeys(COUNTERS, 0))
+        self._journal = journal
+        self._stays = config.keep_layers and journal.keeps
+        for content, row in journal.left.layers.items():
+            self._inherit(content, row.snapshot)
+        self._shrink()
 
     async def borrow(self, content: str, build: Build) -> Layer:
         """The layer of the content, built if need be, in use until `give_back`; or why there is none."""
@@ -98,10 +113,18 @@ class Layers:
         return sum(layer.snapshot.size_bytes for layer in self._on_disk if layer.snapshot is not None)
 
     def close(self) -> None:
-        """Remove every layer; the background has ended before.  Safe to call twice."""
+        """Remove every layer, unless they stay; the background has ended before.  Safe to call twice."""
         self._layers.clear()
+        if self._stays:
+            return
         for layer in list(self._on_disk):
             self._remove(layer)
+
+    def _inherit(self, content: str, snapshot: Snapshot) -> None:
+        layer = self._layers[content] = Layer(content, snapshot=snapshot)
+        layer.built.settle(snapshot)
+        self._on_disk.add(layer)
+        self.counters["layers_inherited"] += 1
 
     def _find(self, content: str) -> Layer | None:
         layer = self._layers.get(content)
@@ -121,8 +144,14 @@ class Layers:
         try:
             async with self._builds:
                 outcome = await outcome_of(partial(_bounded, build))
+                if isinstance(outcome, Snapshot):
+                    await self._write_down(layer.content, outcome)
         finally:
             self._settle(layer, outcome)
+
+    async def _write_down(self, content: str, snapshot: Snapshot) -> None:
+        if self._journal.keeps and (seal := await to_thread.run_sync(seal_of, snapshot)):
+            self._journal.layer_came(content, LayerRow(snapshot, seal))
 
     def _settle(self, layer: Layer, outcome: Snapshot | SostenutoError) -> None:
         if isinstance(outcome, Snapshot):

@@ -100,7 +100,7 @@ class Programs:
         self._logs = Logs(journal, books.edge, config.results_bytes)
         self._remains = Remains(journal, self._logs)
         self._teardown = Teardown(group, config.release_s)
-        self._stock = Stock(config, backend, group, self._teardown)
+        self._stock = Stock(config, backend, group, self._teardown, journal)
         self._preparation = Preparation(self._hosts, self._stock)
         self._owners = Owners(config.longest_lease_s, journal)
         for owner in self._remains.owners:

@@ -9,7 +9,7 @@ What belongs to the living is never touched: the folders of sandboxes say who ma
 
 import fcntl
 import os
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from logging import getLogger
 from pathlib import Path
@@ -23,8 +23,9 @@ from sostenuto.sandbox.cgroup_end import reclaim_cgroups
 from sostenuto.sandbox.cgroup_tree import Tree
 from sostenuto.sandbox.folders import reclaim
 from sostenuto.sandbox.protocol import Backend, Snapshot
+from sostenuto.sandbox.snapshots import seal_of
 from sostenuto.tools.config import ServerConfig
-from sostenuto.tools.journal import Journal, open_journal
+from sostenuto.tools.journal import Journal, Left, open_journal
 
 log = getLogger(__name__)
 
@@ -70,26 +71,40 @@ async def reclaim_orphans(config: ServerConfig, backend: Backend, journal: Journ
     return len(orphans)
 
 
+async def verify_layers(journal: Journal, backend: str) -> None:
+    """Of the layers that a server before has left, let only those be left which are as they were made."""
+    layers = journal.left.layers
+    for content, row in list(layers.items()):
+        intact = row.snapshot.backend == backend and row.seal == await to_thread.run_sync(
+            seal_of, row.snapshot
+        )
+        if not intact:
+            log.warning("the layer of %.12s of a tool server before is not what it was", content)
+            del layers[content]
+
+
 @asynccontextmanager
-async def inherited_snapshots(
-    backend: Backend, snapshots: Collection[Snapshot], kept_s: float
-) -> AsyncGenerator[None]:
-    """Keep what a dead server has written down, so that programs can go on from there, for a while."""
+async def inherited_snapshots(backend: Backend, left: Left, kept_s: float) -> AsyncGenerator[None]:
+    """Keep what a dead server has written down, so that programs can go on from there, for a while.
+
+    Layers are not meant: they are for whoever keeps layers.
+    """
 
     async def forget_later() -> None:
         await anyio.sleep(kept_s)
-        await _forget(backend, left)
+        await _forget(backend, mine)
 
-    left = [snapshot for snapshot in snapshots if snapshot.backend == backend.name]
+    layers = {row.snapshot for row in left.layers.values()}
+    mine = [one for one in left.snapshots if one.backend == backend.name and one not in layers]
     async with anyio.create_task_group() as group:
-        if left:
+        if mine:
             group.start_soon(forget_later)
         try:
             yield
         finally:
             group.cancel_scope.cancel()
             with anyio.move_on_after(_BACKEND_S, shield=True):
-                await _forget(backend, left)
+                await _forget(backend, mine)
 
 
 async def _forget(backend: Backend, snapshots: list[Snapshot]) -> None:

@@ -31,7 +31,7 @@ from sostenuto.tools.logs import REQUEST
 from sostenuto.tools.machine import supply
 from sostenuto.tools.metrics import Metrics
 from sostenuto.tools.programs import Programs, open_programs
-from sostenuto.tools.reconcile import inherited_snapshots, open_state, reclaim_orphans
+from sostenuto.tools.reconcile import inherited_snapshots, open_state, reclaim_orphans, verify_layers
 from sostenuto.tools.recorded import RecordedBackend
 from sostenuto.tools.refused import Refused, status_of
 from sostenuto.tools.requests import body_of, done, json_response, named, program_id_of
@@ -67,11 +67,12 @@ async def listen(
     with listening_socket(config) as listening:
         async with open_state(config) as journal:
             reclaimed = await reclaim_orphans(config, backend, journal)
+            await verify_layers(journal, backend.name)
             disk = config.sandbox_root or config.state_dir
             metrics = Metrics(None if disk is None else Path(disk))
             recorded = RecordedBackend(backend, journal, metrics)
             async with (
-                inherited_snapshots(recorded, journal.left.snapshots, config.results_kept_s),
+                inherited_snapshots(recorded, journal.left, config.results_kept_s),
                 open_programs(config, recorded, hosts, edge, journal, metrics) as programs,
             ):
                 programs.count("reclaimed_orphans", reclaimed)

@@ -22,6 +22,7 @@ from sostenuto.tools.borrowed import Borrowed, Renamed
 from sostenuto.tools.bounded import bounded
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.content import Kind, Kinds
+from sostenuto.tools.journal import Journal
 from sostenuto.tools.ladder import Ladder
 from sostenuto.tools.layers import Layer, Layers
 from sostenuto.tools.machine import budget
@@ -34,13 +35,20 @@ from sostenuto.tools.wire import WarmSandbox
 class Stock:
     """Of one server."""
 
-    def __init__(self, config: ServerConfig, backend: Backend, group: TaskGroup, teardown: Teardown) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        backend: Backend,
+        group: TaskGroup,
+        teardown: Teardown,
+        journal: Journal,
+    ) -> None:
         self._backend = backend
         self._teardown = teardown
         self._background = Background(group)
         self._starts = anyio.CapacityLimiter(config.starts_at_once)
         self._kinds = Kinds(backend.name)
-        self._layers = Layers(config, backend, self._background, teardown)
+        self._layers = Layers(config, backend, self._background, teardown, journal)
         memory_bytes = config.sandbox_memory_bytes or budget(config).memory_bytes
         room = Room(config.warm, memory_bytes, config.warm_idle_s)
         self._warm = Warm(room, self, self._background)
