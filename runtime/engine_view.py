@@ -39,6 +39,12 @@ class EngineView(BaseModel):
     token_s: float | None = None
     """Median time for a sampled token, over its last turns."""
     prefill_tokens_s: float | None = None
+    guesses_right: float | None = None
+    """Share of the guesses at next tokens since the last update of weights; None: there were none."""
+    guesses_right_before: float | None = None
+    """Between the two updates before."""
+    draft_version: str = ""
+    """Of the weights that guess."""
     restarts: int = 0
 
 
@@ -101,7 +107,7 @@ def _with_what_was_seen(view: EngineView, seen: Seen) -> EngineView:
         "token_s": seen.token_s,
         "prefill_tokens_s": seen.prefill_tokens_s,
     }
-    return view.model_copy(update=said | measured | _load(seen))
+    return view.model_copy(update=said | measured | _load(seen) | _guesses(seen))
 
 
 def _load(seen: Seen) -> dict[str, int]:
@@ -113,4 +119,15 @@ def _load(seen: Seen) -> dict[str, int]:
         "held_kv_tokens": load.held_kv_tokens,
         "running": load.running,
         "waiting": load.waiting,
+    }
+
+
+def _guesses(seen: Seen) -> dict[str, object]:
+    told = seen.load and seen.load.speculation
+    if told is None:
+        return {}
+    return {
+        "guesses_right": told.since_update.right,
+        "guesses_right_before": told.before_update.right,
+        "draft_version": told.version or "",
     }

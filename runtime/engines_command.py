@@ -36,7 +36,19 @@ def show_engines(console: Console, views: Sequence[EngineView]) -> None:
         console.print("no job has engines now")
         return
     table = Table(box=None)
-    for name in ("engine", "kind", "state", "version", "runs", "waits", "KV used", "held", "hits", "token"):
+    for name in (
+        "engine",
+        "kind",
+        "state",
+        "version",
+        "runs",
+        "waits",
+        "KV used",
+        "held",
+        "hits",
+        "token",
+        "guesses",
+    ):
         table.add_column(name)
     table.add_column("restarts", justify="right")
     for view in views:
@@ -60,8 +72,16 @@ def _cells(view: EngineView) -> list[str]:
         _share(view.held_kv_tokens, view.kv_tokens),
         f"{view.hit_rate:.0%}" if view.hit_rate is not None else "",
         f"{view.token_s * 1000:.3g} ms" if view.token_s is not None else "",
+        _guesses(view),
         str(view.restarts),
     ]
+
+
+def _guesses(view: EngineView) -> str:
+    """Such as "71%, was 52%": since the last update of weights, and before it."""
+    now, before = view.guesses_right, view.guesses_right_before
+    told = [] if now is None else [f"{now:.0%}"]
+    return ", ".join(told if before is None else [*told, f"was {before:.0%}"])
 
 
 def _shown(number: int | None) -> str:

@@ -3,6 +3,7 @@
     config.json, model.safetensors      as transformers writes them
     tokenizer and template files        copied from the folder the model came from
     trainer.safetensors, trainer.json   moments, master weights, random state; step, version, schedule
+    draft/                              where a draft model learns along: its folder, without its moments
 
 A folder appears under its name complete, or not at all.
 """
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sostenuto.errors import ConfigError, TrainerError
+from sostenuto.trainer.drafter import Drafter
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import load_policy
 from sostenuto.trainer.retention import checkpoint_path, replacing, retain
@@ -25,11 +27,14 @@ from sostenuto.trainer.tensors import load_tensors, save_tensors
 from sostenuto.types import Version
 
 _STATE, _TENSORS = "trainer.json", "trainer.safetensors"
+_DRAFT = "draft"
 _RANDOM = "random_state"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".index.json")
 
 
-def save_checkpoint(learner: Learner, root: Path, version: Version, *, source: Path) -> Path:
+def save_checkpoint(
+    learner: Learner, root: Path, version: Version, *, source: Path, drafter: Drafter | None = None
+) -> Path:
     """Write `root`/version-E.N and remove old ones.  TrainerError names the path on a full disk."""
     path = checkpoint_path(root, version)
     try:
@@ -38,6 +43,10 @@ def save_checkpoint(learner: Learner, root: Path, version: Version, *, source: P
             learner.policy.save(part)
             save_tensors(_tensors(learner), part / _TENSORS)
             (part / _STATE).write_text(json.dumps(_state(learner, version), indent=1))
+            if drafter is not None:
+                (part / _DRAFT).mkdir()
+                _copy_companions(drafter.source, part / _DRAFT)
+                drafter.model.save(part / _DRAFT)
     except (OSError, SafetensorError) as error:
         needed = sum(t.nbytes for t in _tensors(learner).values()) + weight_bytes(learner)
         raise TrainerError(f"checkpoint {path}, about {needed} bytes needed: {error}") from error
@@ -45,12 +54,17 @@ def save_checkpoint(learner: Learner, root: Path, version: Version, *, source: P
     return path
 
 
-def restore_checkpoint(learner: Learner, path: Path) -> Version:
-    """Put `learner`, which holds a model of the same shape, where the saved one was."""
+def restore_checkpoint(learner: Learner, path: Path, *, drafter: Drafter | None = None) -> Version:
+    """Put `learner`, which holds a model of the same shape, where the saved one was.
+
+    A draft model gets the saved weights, if some were; it changes nothing of what is learnt.
+    """
     if not (path / _STATE).is_file():
         raise ConfigError(f"checkpoint {path}: no {_STATE}; name a folder that `save` has written")
     state = cast("dict[str, Any]", json.loads((path / _STATE).read_text()))
     _load_weights(learner, path)
+    if drafter is not None and (path / _DRAFT).is_dir():
+        drafter.restore(path / _DRAFT, learner.settings.dtype)
     tensors = load_tensors(path / _TENSORS)
     torch.set_rng_state(tensors.pop(_RANDOM))
     learner.optimizer.load(tensors, Schedule.model_validate(state["schedule"]), state["schedule_steps"])

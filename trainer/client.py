@@ -117,10 +117,14 @@ class TrainerClient:
         *,
         seed: int,
         version: Version | None = None,
+        draft: Path | None = None,
     ) -> TrainerFacts:
-        """Load a Hugging Face folder.  `version` is what its weights are known by, if they are."""
-        path = _absolute(model_directory)
-        return await self._ask(Open(path, _json(settings), seed, version), TrainerFacts)
+        """Load a Hugging Face folder.  `version` is what its weights are known by, if they are.
+
+        `draft`: the folder of the engines' draft model, if they have one.
+        """
+        path, drafter = _absolute(model_directory), draft and _absolute(draft)
+        return await self._ask(Open(path, _json(settings), seed, version, drafter), TrainerFacts)
 
     async def fit(self, samples: list[Sample], algorithm: SFT | None = None) -> StepReport:
         """One supervised step on the masked tokens of the samples."""

@@ -57,6 +57,8 @@ class StepReport:
     cpu_s: float
     refused: str = ""
     """Why the weights were left as they were; empty for a step that counts."""
+    draft_loss: float | None = None
+    """Mean -log p of the batch's masked tokens by the draft model that learns from them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
 """The trainer process's state and what each command does to it.  Synchronous; torch lives here."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
 from sostenuto.errors import TrainerError
 from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint, weight_bytes
+from sostenuto.trainer.drafter import Drafter, open_drafter
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import load_policy
 from sostenuto.trainer.publication.manifest import Manifest
@@ -31,10 +33,11 @@ Result = TrainerFacts | StepReport | Exactness | str | list[bytes] | bytes | Non
 
 
 class Session:
-    """One model, one learner, one sender."""
+    """One model, one learner, one sender, and the draft model that learns beside it."""
 
     def __init__(self) -> None:
         self._learner: Learner | None = None
+        self._drafter: Drafter | None = None
         self._sender: Sender | None = None
         self._source = Path()
 
@@ -69,6 +72,8 @@ class Session:
         settings = LearnerSettings.model_validate_json(command.settings)
         self._source = Path(command.model_directory)
         policy = load_policy(self._source, settings.dtype, settings.quantization)
+        # Before the learner, which seeds what is drawn at random.
+        self._drafter = open_drafter(command.draft_directory, policy, settings)
         self._learner = Learner(policy, settings, seed=command.seed, version=command.version)
         self.close()
         directory = settings.publication_directory
@@ -94,20 +99,33 @@ class Session:
         learner = self._ready
         match command:
             case Fit():
-                return learner.fit(samples, SFT.model_validate_json(command.algorithm))
+                return self._drafted(
+                    learner.fit(samples, SFT.model_validate_json(command.algorithm)), samples, 1.0
+                )
             case Learn():
-                return learner.learn(samples, GRPO.model_validate_json(command.algorithm))
+                algorithm = GRPO.model_validate_json(command.algorithm)
+                return self._drafted(learner.learn(samples, algorithm), samples, algorithm.temperature)
             case Exact():
                 return learner.exact(samples)
             case Logprobs():
                 return [array.tobytes() for array in learner.logprobs(samples, command.temperature)]
+
+    def _drafted(self, report: StepReport, samples: list[Sample], temperature: float) -> StepReport:
+        """The draft model learns from the same tokens."""
+        drafter = self._drafter
+        return replace(report, draft_loss=drafter.learn(samples, temperature)) if drafter else report
 
     def _publish(self, command: Publish) -> Manifest:
         learner = self._ready
         if self._sender is None:
             raise TrainerError("the trainer has no model yet; call open first")
         learner.check_name(command.version)
-        manifest = self._sender.publish(command.version, unique_tensors(learner.policy.module.state_dict()))
+        tensors = unique_tensors(learner.policy.module.state_dict())
+        if self._drafter:
+            both = [*tensors, *self._drafter.named()]
+            manifest = self._sender.publish(command.version, both, selector="all")
+        else:
+            manifest = self._sender.publish(command.version, tensors)
         learner.name(command.version)
         return manifest
 
@@ -116,9 +134,13 @@ class Session:
         match command:
             case Save():
                 root = Path(command.root)
-                return str(save_checkpoint(learner, root, command.version, source=self._source))
+                return str(
+                    save_checkpoint(
+                        learner, root, command.version, source=self._source, drafter=self._drafter
+                    )
+                )
             case Restore():
-                restore_checkpoint(learner, Path(command.path))
+                restore_checkpoint(learner, Path(command.path), drafter=self._drafter)
             case ResetOptimizer():
                 learner.optimizer.reset(Schedule.model_validate_json(command.schedule))
         return self._facts()

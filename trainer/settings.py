@@ -84,6 +84,12 @@ class LearnerSettings(Section):
     For mixture-of-experts models.  Their weights are of the present router, which learns from them.
     """
 
+    draft_learning_rate: float | None = Field(default=None, gt=0)
+    """Teach the engines' draft model what the policy samples, at this rate, and publish it with the policy.
+
+    None: it stays as it is.
+    """
+
     publication_directory: str | None = None
     """Where weights are published when shared memory has no room; None: the system's temporary folder."""
 

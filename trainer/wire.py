@@ -39,6 +39,8 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     """LearnerSettings as JSON."""
     seed: int
     version: Version | None
+    draft_directory: str | None = None
+    """Of the engines' draft model."""
 
 
 class Fit(msgspec.Struct, frozen=True, tag=True):

@@ -311,6 +311,11 @@ class Guesses(Wire):
     drafted: int = 0
     accepted: int = 0
 
+    @property
+    def right(self) -> float | None:
+        """The share that was accepted; None: nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
 
 class Speculation(Wire):
     """What drafting has come to, by updates of the weights of the model or of the drafter."""

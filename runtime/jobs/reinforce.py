@@ -36,7 +36,8 @@ async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
             open_workshop(premises, job, keep_kv=job.kv_at_update == "keep") as shop,
         ):
             version = shop.dispatcher.version
-            await trainer.open(folder, job.learner, seed=job.seed, version=version)
+            draft = premises.config.engine.draft_model
+            await trainer.open(folder, job.learner, seed=job.seed, version=version, draft=draft)
             say(JobStarted(job.name, str(folder), version, premises.isolation))
             if job.warm_start:
                 await warm_start(job, trainer, shop.renderer, say)

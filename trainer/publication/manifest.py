@@ -8,6 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sostenuto.errors import EngineError
+
 DRAFT_PREFIX = "draft."
 """Of the names of a drafter's tensors."""
 
@@ -39,3 +41,11 @@ class Manifest(BaseModel):
     nbytes: int = Field(ge=0)
     tensors: tuple[TensorEntry, ...]
     selector: Selector = "target"
+
+    @property
+    def of_model(self) -> "Manifest":
+        """Without a drafter's part, for an engine that has none.  EngineError when it has no other."""
+        if self.selector == "draft":
+            raise EngineError(f"version {self.version} is of a drafter alone, and this engine has none")
+        rest = tuple(entry for entry in self.tensors if not entry.name.startswith(DRAFT_PREFIX))
+        return self if self.selector == "target" else self.model_copy(update={"tensors": rest})

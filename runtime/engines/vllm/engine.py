@@ -194,7 +194,7 @@ class VllmEngine:
     async def prepare_update(self, manifest: Manifest) -> None:
         """Write the new weights where the server can read them; decoding goes on."""
         self._checks.features(await self._lacking(Feature.UPDATE), await self._known())
-        await self._updating.prepare(manifest)
+        await self._updating.prepare(manifest.of_model)
 
     async def commit_update(self, request: CommitRequest) -> CommitReply:
         """Swap to the prepared version between two steps.
