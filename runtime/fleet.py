@@ -21,6 +21,7 @@ from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.engines.wire import (
     Capabilities,
+    Feature,
     GenerateReply,
     GenerateRequest,
     Load,
@@ -147,6 +148,12 @@ class Fleet:
     def __len__(self) -> int:
         """Engines that are alive."""
         return len(self._lives)
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What all engines that are alive have; empty while there is none."""
+        found = [life.facts.features for life in self._lives.values()]
+        return frozenset[Feature]().union(*found).intersection(*found)
 
     def seen(self, engine_id: EngineId) -> Seen | None:
         """What a living engine said last; None for one that is not."""

@@ -1,5 +1,6 @@
 """A gateway on the real dispatcher, over a socket; the engine follows a script."""
 
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -94,6 +95,12 @@ class Front:
         return len(self.dispatcher.scheduler.snapshot().phases)
 
 
+def events_of(body: bytes) -> list[Any]:
+    """Of a stream of server-sent events without names."""
+    lines = [line for line in body.decode().split("\n") if line.startswith("data: ")]
+    return [json.loads(line[6:]) if line != "data: [DONE]" else "[DONE]" for line in lines]
+
+
 async def _read(response: aiohttp.ClientResponse) -> Reply:
     body = await response.read()
     is_json = response.content_type == "application/json"
@@ -107,7 +114,7 @@ async def fronted(
     *,
     settings: GatewaySettings | None = None,
     environment: dict[str, str] | None = None,
-    engine: dict[str, float] | None = None,
+    engine: dict[str, Any] | None = None,
     scheduler: SchedulerSettings | None = None,
 ) -> AsyncGenerator[Front]:
     """Nothing is held by any engine afterwards, and every program has its record."""

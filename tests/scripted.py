@@ -4,6 +4,7 @@ The engine speaks the quickstart's own tokens: what it answers is the scripted m
 renderer as the policy would sample it.
 """
 
+import base64
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 import psutil
 from pydantic import BaseModel
 
@@ -21,15 +23,18 @@ from sostenuto.errors import EngineError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.config import ToolServerSettings
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
+from sostenuto.runtime.engines.http import HttpRefusal
 from sostenuto.runtime.engines.wire import (
     Capabilities,
     CommitReply,
     CommitRequest,
+    Feature,
     FinishReason,
     GenerateReply,
     GenerateRequest,
     Load,
     PauseMode,
+    RoutedExperts,
     ScoreReply,
     ScoreRequest,
     Spans,
@@ -70,6 +75,13 @@ def says(text: str) -> Message:
     return Message("assistant", text)
 
 
+def experts_of(tokens: int) -> RoutedExperts:
+    """Of a model with two layers and one expert a token: the token's position, and its double."""
+    numbers = np.stack([np.arange(tokens), 2 * np.arange(tokens)], axis=1).astype("<i2")
+    data = base64.b64encode(numbers.tobytes()).decode()
+    return RoutedExperts(start=0, shape=(tokens, 2, 1), data=data)
+
+
 def turns_of(conversation: Sequence[Message]) -> list[Message]:
     return [message for message in conversation if message.role == "assistant"]
 
@@ -99,6 +111,10 @@ class ScriptedEngine:
     broken: str = ""
     may_rewrite: bool = False
     """Whether a program may go on with another history."""
+    features: frozenset[Feature] = frozenset()
+    refuses: int = 0
+    """Status of an answer to each request; 0: none."""
+    requests: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
 
     async def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -112,6 +128,7 @@ class ScriptedEngine:
             version="0.0",
             dtype="float32",
             threads=1,
+            features=self.features,
         )
 
     async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
@@ -122,6 +139,8 @@ class ScriptedEngine:
             self.decoding -= 1
         if self.broken:
             raise EngineError(self.broken)
+        if self.refuses:
+            raise HttpRefusal("refused", status=self.refuses, said="refused")
         reply = self._reply(request)
         if spans is None or not self.token_s:
             tell(reply, spans)
@@ -133,6 +152,7 @@ class ScriptedEngine:
 
     def _reply(self, request: GenerateRequest) -> GenerateReply:
         program = request.program_id
+        self.requests.append(request)
         before = self.contexts.get(program, [])
         if not self.may_rewrite:
             assert request.token_ids[: len(before)] == before, "the context was encoded again"
@@ -156,6 +176,12 @@ class ScriptedEngine:
             queue_s=0.0,
             prefill_s=0.0,
             decode_s=self.decode_s,
+            top_logprobs=[[(id_, -0.5), (0, -2.0)][: request.top_logprobs] for id_ in ids]
+            if request.top_logprobs
+            else None,
+            routed_experts=experts_of(len(request.token_ids) + len(ids) - 1)
+            if request.routed_experts
+            else None,
         )
 
     async def release(self, program_id: ProgramId) -> None:

@@ -1,13 +1,11 @@
 """The gateway's chat surface, over HTTP."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
 
-from gateways import HELLO, LOOK, Front, Json, Reply, always, fronted
+from gateways import HELLO, LOOK, Front, Json, Reply, always, events_of, fronted
 from hosts import until
 from scripted import calls, says, write_tokenizer_folder
 from sostenuto.runtime.config import GatewaySettings
@@ -19,11 +17,6 @@ TOOL_THEN_TEXT = (calls(("look", '{"place": "attic"}')), says("It is dusty."))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer_folder(tmp_path_factory.mktemp("model"))
-
-
-def events_of(body: bytes) -> list[Any]:
-    lines = [line for line in body.decode().split("\n") if line.startswith("data: ")]
-    return [json.loads(line[6:]) if line != "data: [DONE]" else "[DONE]" for line in lines]
 
 
 async def two_turns(front: Front, headers: dict[str, str]) -> tuple[Json, Json]:
@@ -237,6 +230,16 @@ async def test_several_choices_are_several_sequences(model: Path):
         reply = await front.chat(HELLO, n=3)
         assert [choice["index"] for choice in reply.json["choices"]] == [0, 1, 2]
         assert len(front.ended.records) == 3
+
+
+async def test_choices_of_one_seed_have_each_its_own(model: Path):
+    async with fronted(model, always("yes")) as front:
+        await front.chat(HELLO, n=3, seed=2**31 - 2)
+        assert sorted(request.sampling.seed for request in front.engine.requests) == [
+            0,
+            2**31 - 2,
+            2**31 - 1,
+        ]
 
 
 @pytest.mark.parametrize(

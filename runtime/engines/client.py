@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
+from sostenuto.runtime.engines.http import HttpRefusal
 from sostenuto.runtime.engines.wire import (
     ERROR_LINE,
     REPLY_LINE,
@@ -231,9 +232,9 @@ class EngineClient:
             with anyio.fail_after(limit_s):
                 async with self._session.request(method, f"http://engine/{route}", data=body) as response:
                     if response.status != 200:
-                        raise EngineError(
-                            f"{self._where(route)}: {_refusal(response.status, await response.read())}"
-                        )
+                        said = _refusal(response.status, await response.read())
+                        where = self._where(route)
+                        raise HttpRefusal(f"{where}: {said}", status=response.status, said=said)
                     yield response
         except TimeoutError as exc:
             remedy = "look into its log, or allow it more time"

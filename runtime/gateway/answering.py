@@ -87,7 +87,7 @@ class Answer:
         found = {
             PROGRAM: self.program_id,
             RECORD: self.told[0].standing.value,
-            VERSION: min(told.version for told in self.told),
+            VERSION: str(min((told.version for told in self.told if told.version), default="")),
         }
         return found | ({WAITED: shown} if shown else {})
 

@@ -198,9 +198,10 @@ class Lane:
             token_ids=self.record.token_ids.copy(),
             max_new_tokens=room,
             sampling=ask.sampling.model_copy(update={"seed": seed}),
-            salt=self._home.salt,
+            priority=ask.priority,
+            salt=ask.salt or self._home.salt,
             top_logprobs=ask.top_logprobs,
-            routed_experts=self._home.routed_experts,
+            routed_experts=ask.routed_experts or self._home.routed_experts,
         )
 
     async def _keep_lease(self) -> None:

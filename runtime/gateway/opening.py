@@ -92,6 +92,7 @@ def _served(dispatcher: Dispatcher, folder: ModelFolder, settings: GatewaySettin
         created=time_ns() // 10**9,
         prompt_tokens=lambda ask: sum(len(p.token_ids) for p in renderer.start(ask.messages, ask.tools)),
         renderer=renderer,
+        features=lambda: dispatcher.fleet.features,
     )
 
 

@@ -4,7 +4,10 @@ from aiohttp import web
 
 from sostenuto.runtime.gateway.dialects.anthropic import AnthropicDialect, counted
 from sostenuto.runtime.gateway.dialects.chat import ChatDialect
+from sostenuto.runtime.gateway.dialects.completions import CompletionDialect
 from sostenuto.runtime.gateway.dialects.dialect import Dialect, Json
+from sostenuto.runtime.gateway.dialects.inference import InferenceDialect
+from sostenuto.runtime.gateway.dialects.sglang import SGLangDialect
 from sostenuto.runtime.gateway.keys import Scope
 from sostenuto.runtime.gateway.refusing import json_reply
 from sostenuto.runtime.gateway.server import Gateway, Handler, require
@@ -19,6 +22,9 @@ def routes(gateway: Gateway) -> list[web.RouteDef]:
     calls: list[tuple[str, Dialect]] = [
         ("/v1/chat/completions", ChatDialect()),
         ("/v1/messages", anthropic),
+        ("/v1/completions", CompletionDialect()),
+        ("/inference/v1/generate", InferenceDialect()),
+        ("/generate", SGLangDialect()),
     ]
     handlers = [(path, gateway.model_call(dialect)) for path, dialect in calls]
     handlers.append(("/v1/messages/count_tokens", gateway.question(anthropic, counted)))

@@ -28,8 +28,14 @@ class Texts:
         disguise = self._vocabulary.disguise([text])
         return self._vocabulary.encode(disguise.hide(text), disguise)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._vocabulary.decode(token_ids)
+    @property
+    def end(self) -> int:
+        """Above the highest id of a token."""
+        return self._vocabulary.end
+
+    def decode(self, token_ids: Sequence[int], *, special: bool = True) -> str:
+        """`special`: whether special tokens are shown, too."""
+        return self._vocabulary.decode(token_ids, special=special)
 
     def token(self, token_id: int) -> str:
         """Of the token alone."""

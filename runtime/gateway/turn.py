@@ -1,13 +1,13 @@
 """One model call as every dialect puts it, and what comes of it.  Values only."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from sostenuto.errors import SostenutoError
 from sostenuto.runtime.engines.wire import GenerateReply, Sampling
 from sostenuto.runtime.rendering.renderer import Turn
 from sostenuto.tools.wire import ToolSchema
-from sostenuto.types import Message
+from sostenuto.types import Message, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,20 @@ class Ask:
     max_tokens: int | None = None
     """None: as many as there is room for."""
     top_logprobs: int = 0
+    routed_experts: bool = False
+    """Whether the reply says which experts its tokens were routed to."""
+    salt: str = ""
+    """Only calls with the same one share KV; "" for the lane's own."""
+    priority: int = 0
+    """Among requests that wait in an engine, higher goes first."""
+
+    def times(self, count: int) -> tuple["Ask", ...]:
+        """So many choices.  Each has its own seed, as the noise depends on nothing else."""
+        first = self.sampling.seed
+        seeds = [(first + index) % 2**31 for index in range(count)]
+        return tuple(
+            replace(self, sampling=self.sampling.model_copy(update={"seed": seed})) for seed in seeds
+        )
 
 
 class Standing(StrEnum):
@@ -51,9 +65,9 @@ class Told:
     """For the scheduler, by reason."""
 
     @property
-    def version(self) -> str:
+    def version(self) -> Version | None:
         """The oldest that sampled a token of it."""
-        return min((span.version for span in self.reply.versions), default="")
+        return min((Version.parse(span.version) for span in self.reply.versions), default=None)
 
 
 class Refused(SostenutoError):  # noqa: N818 - reads as the fact it states

@@ -26,7 +26,7 @@ class ExpertLog:
 
     def add(self, told: RoutedExperts, *, context: int) -> None:
         """Take in what an engine told of a context of so many tokens; EngineError when it cannot be."""
-        experts = _decoded(told)
+        experts = decoded(told)
         if told.start + len(experts) > context:
             raise EngineError(
                 f"the engine returned experts up to {told.start + len(experts)} of {context} tokens"
@@ -57,7 +57,8 @@ class ExpertLog:
         return np.concatenate(self._parts) if self._parts else None
 
 
-def _decoded(told: RoutedExperts) -> Experts:
+def decoded(told: RoutedExperts) -> Experts:
+    """What an engine told, as (tokens, layers, experts a token); EngineError when it is not that."""
     try:
         data = base64.b64decode(told.data, validate=True)
         return np.frombuffer(data, dtype="<i2").astype(np.int16).reshape(told.shape)

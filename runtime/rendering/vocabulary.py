@@ -16,6 +16,7 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 from tokenizers import Tokenizer
@@ -135,9 +136,9 @@ class Vocabulary:
         cuts += [start + shift for start in starts[len(cuts) :]]
         return "".join((*pieces, text[done:])), cuts
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids, control tokens included; ids without a text are left out."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    def decode(self, token_ids: Sequence[int], *, special: bool = True) -> str:
+        """Text of the ids; ids without a text are left out, and special tokens if they are not wanted."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
 
     def id_of(self, text: str) -> int | None:
         return self._tokenizer.token_to_id(text)
@@ -145,6 +146,11 @@ class Vocabulary:
     @property
     def size(self) -> int:
         return self._tokenizer.get_vocab_size()
+
+    @cached_property
+    def end(self) -> int:
+        """Above the highest id; there may be gaps below."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def _renamed(tokenizer_json: str, names: dict[str, str], ids: dict[str, int]) -> Tokenizer:

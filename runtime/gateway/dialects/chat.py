@@ -118,7 +118,7 @@ class ChatDialect:
             top_logprobs=(chat.top_logprobs or 0) if chat.logprobs else 0,
         )
         return Call(
-            asks=(ask,) * (chat.n or 1),
+            asks=ask.times(chat.n or 1),
             streams=bool(chat.stream),
             body=chat,
             id=f"chatcmpl-{uuid4().hex}",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from sostenuto.runtime.engines.wire import WireSpan
+from sostenuto.runtime.engines.wire import Feature, WireSpan
 from sostenuto.runtime.gateway.texts import Texts
 from sostenuto.runtime.gateway.turn import Ask, Refused, Told
 from sostenuto.runtime.rendering.renderer import Renderer
@@ -31,6 +31,8 @@ class Served:
     prompt_tokens: Callable[[Ask], int]
     """How many tokens the messages and tools of a call come to; ConfigError as the template refuses them."""
     renderer: Renderer
+    features: Callable[[], frozenset[Feature]]
+    """What all engines have, as they are now."""
 
     def check(self, model: str | None) -> None:
         """Refused for a model that is not served; none means the one that is."""

@@ -108,14 +108,16 @@ def finish_reason(told: Told) -> str:
     return "stop"
 
 
-def usage_json(told: Sequence[Told]) -> Json:
-    prompt = sum(len(one.prompt_token_ids) for one in told[:1])
+def usage_json(told: Sequence[Told], *, choices: int | None = None) -> Json:
+    """`choices` of each prompt; None: all are of one."""
+    firsts = told[:: choices or len(told)]
+    prompt = sum(len(one.prompt_token_ids) for one in firsts)
     completion = sum(len(one.reply.token_ids) for one in told)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(one.reply.cached_tokens for one in told[:1])},
+        "prompt_tokens_details": {"cached_tokens": sum(one.reply.cached_tokens for one in firsts)},
     }
 
 
