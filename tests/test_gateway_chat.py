@@ -107,6 +107,20 @@ async def test_unlabelled_calls_are_programs_of_their_own_and_hold_nothing(model
         assert len(front.ended.records) == 2
 
 
+async def test_nobody_gets_into_an_unlabelled_call_by_guessing_its_name(model: Path):
+    async with (
+        fronted(model, always("yes"), engine={"decode_s": 0.3}) as front,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(front.chat, HELLO)
+        await until(lambda: front.engine.decoding == 1)
+        for name in ("~1", "1", "gateway/1", "gateway/2"):
+            await front.chat(HELLO, headers={"X-Program-Id": name})
+        refused = await front.chat(HELLO, headers={"X-Program-Id": "~ 1"})
+        assert refused.status == 400
+    assert len(front.ended.records) == 5
+
+
 async def test_a_stream_says_the_same_as_a_reply(model: Path):
     async with fronted(model, lambda _: TOOL_THEN_TEXT) as front:
         streamed = await front.chat(
@@ -260,6 +274,9 @@ async def test_choices_of_one_seed_have_each_its_own(model: Path):
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "thing"}}}]},
             "tools.0.function.parameters.type",
         ),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages.0.content.0.type"),
+        ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
         ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice"),
     ],
 )

@@ -65,6 +65,9 @@ class Answer:
             self.identity, self.call.asks[index], once=once, join=self.join, spans=spans
         )
         self.program_id = resident.session.id
+        chain = self.call.chain
+        if chain is not None and chain.past is not None:
+            resident.replies.keep(self.call.id, chain.past(self.call.known, told))
         return told
 
     def _check_many(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from sostenuto.runtime.engines.wire import Grammar, Sampling
 from sostenuto.runtime.gateway.turn import Refused
@@ -94,10 +95,25 @@ def read(model: type[M], body: object) -> M:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "body"
-        message = first["msg"].removeprefix("Value error, ")
-        raise Refused(f"{field}: {message}", field=field) from None
+        wrong = [(_path(each, body), each["msg"]) for each in error.errors(include_url=False)]
+        # Of what may have several forms, the one that was read the furthest is meant.
+        path, message = max(wrong, key=lambda pair: len(pair[0]))
+        field = ".".join(path) or "body"
+        raise Refused(f"{field}: {message.removeprefix('Value error, ')}", field=field) from None
+
+
+def _path(error: ErrorDetails, body: object) -> list[str]:
+    """The keys of an error's location, without the names of the forms that were tried."""
+    path: list[str] = []
+    value = body
+    for part in error["loc"]:
+        if isinstance(value, list) and isinstance(part, int):
+            path.append(str(part))
+            value = cast("list[object]", value)[part]
+        elif isinstance(value, dict) and part in value:
+            path.append(str(part))
+            value = cast("dict[object, object]", value)[part]
+    return [*path, str(error["loc"][-1])] if error["type"] == "missing" else path
 
 
 def tool_of(function: FunctionBody, where: str, key: str = "parameters") -> ToolSchema:

@@ -7,6 +7,7 @@ from sostenuto.runtime.gateway.dialects.chat import ChatDialect
 from sostenuto.runtime.gateway.dialects.completions import CompletionDialect
 from sostenuto.runtime.gateway.dialects.dialect import Dialect, Json
 from sostenuto.runtime.gateway.dialects.inference import InferenceDialect
+from sostenuto.runtime.gateway.dialects.responses import ResponsesDialect
 from sostenuto.runtime.gateway.dialects.sglang import SGLangDialect
 from sostenuto.runtime.gateway.keys import Scope
 from sostenuto.runtime.gateway.refusing import json_reply
@@ -25,6 +26,7 @@ def routes(gateway: Gateway) -> list[web.RouteDef]:
         ("/v1/completions", CompletionDialect()),
         ("/inference/v1/generate", InferenceDialect()),
         ("/generate", SGLangDialect()),
+        ("/v1/responses", ResponsesDialect()),
     ]
     handlers = [(path, gateway.model_call(dialect)) for path, dialect in calls]
     handlers.append(("/v1/messages/count_tokens", gateway.question(anthropic, counted)))

@@ -9,6 +9,7 @@
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from hashlib import sha256
 from secrets import token_hex
 from socket import socket
@@ -21,10 +22,11 @@ from pydantic_core import from_json
 
 from sostenuto.errors import SostenutoError
 from sostenuto.runtime.gateway.answering import ID, REQUEST_IDS, Answer, answered
-from sostenuto.runtime.gateway.dialects.dialect import Dialect, Json, Served
+from sostenuto.runtime.gateway.dialects.dialect import Call, Dialect, Json, Served
 from sostenuto.runtime.gateway.identity import Identity, Strength, identify
 from sostenuto.runtime.gateway.keys import EVERYTHING, PREFIX, Grantee, Keys, Scope
 from sostenuto.runtime.gateway.refusing import as_refused, json_reply, plain_error
+from sostenuto.runtime.gateway.replies import past_of
 from sostenuto.runtime.gateway.sessions import Sessions
 from sostenuto.runtime.gateway.turn import Refused
 
@@ -90,11 +92,20 @@ class Gateway:
         require(grantee, Scope.AGENT)
         raw = await body_of(request)
         body = object_of(raw)
-        call = dialect.read(body, self.served)
         identity = self._identity(request, grantee, body)
+        call = self._chained(dialect.read(body, self.served), identity)
         once, join = _once(request, raw)
         answer = Answer(self.sessions, identity, call, once=once, join=join)
         return await answered(request, answer, dialect, self.served, keep_alive_s=self._keep_alive_s)
+
+    def _chained(self, call: Call, identity: Identity) -> Call:
+        """The call with what it goes on from; Refused when that is not here."""
+        if call.chain is None:
+            return call
+        resident = self.sessions.resident(identity)
+        past = past_of(resident.replies if resident else None, call.chain.previous)
+        ask, known = call.chain.ask(past)
+        return replace(call, asks=(ask,), known=known)
 
     def grantee(self, request: web.Request) -> Grantee:
         """Whom the request's key belongs to; Refused (401) for one that is not known."""

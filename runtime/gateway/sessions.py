@@ -19,6 +19,7 @@ from sostenuto.runtime.engines.wire import Spans
 from sostenuto.runtime.gateway.flights import Flights
 from sostenuto.runtime.gateway.identity import Identity, Strength
 from sostenuto.runtime.gateway.lane import LaneHome
+from sostenuto.runtime.gateway.replies import Replies
 from sostenuto.runtime.gateway.session import Session
 from sostenuto.runtime.gateway.terms import Terms
 from sostenuto.runtime.gateway.turn import Ask, Refused, Standing, Told
@@ -61,6 +62,7 @@ class Resident:
     """The client's own; the key of the table."""
     children: set[str] = field(default_factory=set[str])
     """Names of its sub-agents."""
+    replies: Replies = field(default_factory=Replies)
 
 
 class Sessions:
@@ -102,6 +104,10 @@ class Sessions:
 
     def find(self, name: str) -> Resident | None:
         return self._residents.get(name)
+
+    def resident(self, identity: Identity) -> Resident | None:
+        """The program that a call is of, where it is here already."""
+        return self._residents.get(self._root(identity))
 
     def open(self, name: str, terms: Terms, *, id_: ProgramId | None = None) -> Resident:
         """A program of an owner who ends it and keeps its books."""
@@ -174,14 +180,19 @@ class Sessions:
         """The program of a call, and the sub-agent in it that calls; "" for none."""
         if identity.strength is Strength.NONE:
             number = next(self._numbers)
-            return self._served(f"~{number}", Strength.NONE), ""
-        root = self._parents.get(identity.parent or identity.name, identity.parent or identity.name)
+            # With a blank, as no client can name its program.
+            return self._served(f"~ {number}", Strength.NONE), ""
+        root = self._root(identity)
         resident = self._residents.get(root) or self._served(root, identity.strength)
         if root == identity.name:
             return resident, ""
         self._parents[identity.name] = root
         resident.children.add(identity.name)
         return resident, identity.name
+
+    def _root(self, identity: Identity) -> str:
+        name = identity.parent or identity.name
+        return self._parents.get(name, name)
 
     def _finish(self, resident: Resident, child: str) -> None:
         if not child:

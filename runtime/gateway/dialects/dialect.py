@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from sostenuto.runtime.engines.wire import Feature, WireSpan
+from sostenuto.runtime.gateway.replies import Past
 from sostenuto.runtime.gateway.texts import Texts
 from sostenuto.runtime.gateway.turn import Ask, Refused, Told
 from sostenuto.runtime.rendering.renderer import Renderer
@@ -46,6 +47,18 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A call that goes on from a reply by its id."""
+
+    previous: str
+    """"" begins."""
+    ask: Callable[[Past], tuple[Ask, Past]]
+    """What is asked after that reply, and the conversation so far."""
+    past: Callable[[Past, Told], Past] | None
+    """That conversation with the reply to this call; None: it is not to be kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One request, understood."""
 
@@ -56,6 +69,10 @@ class Call:
     """The dialect's own reading of it."""
     id: str = ""
     """Of the reply, in the dialect's form."""
+    chain: Chain | None = None
+    """Decides over `asks` once the program is known."""
+    known: Past = field(default_factory=Past)
+    """The conversation so far, as `chain` has it."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
