@@ -9,19 +9,25 @@ import json
 import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import anyio
 from pydantic import BaseModel, JsonValue
 
-from sostenuto.envs.declaration import declaration
+from sostenuto.envs.declaration import Declaration, declaration
 from sostenuto.envs.environment import Environment, GivenSecrets
 from sostenuto.envs.program import Program, start
 from sostenuto.envs.registry import LoadedEnvironment
 from sostenuto.envs.verdict import Verdict
 from sostenuto.sandbox.choose import choose_backend
 from sostenuto.sandbox.protocol import Blueprint, Sandbox
+from sostenuto.tools.config import OUTPUT_BYTES
+from sostenuto.tools.edge import Edge
+from sostenuto.tools.remote.services import Services
+from sostenuto.tools.remote.tool import RemoteTool
+from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.setup import Setup, check_health, run_setup
 from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import Episode, Message, StopReason, ToolCall, ToolResult
@@ -33,8 +39,11 @@ TRIAL_S = 60.0
 class Trial:
     """One program under test.  It keeps the conversation that its calls make."""
 
-    def __init__(self, program: Program, messages: tuple[Message, ...], seed: int) -> None:
+    def __init__(
+        self, program: Program, messages: tuple[Message, ...], seed: int, remote: "_Remote | None" = None
+    ) -> None:
         self._program = program
+        self._remote = remote or _Remote()
         self._seed = seed
         self._results: list[ToolResult] = []
         self.messages = list(messages)
@@ -45,12 +54,17 @@ class Trial:
 
     @property
     def tools(self) -> dict[str, ToolSchema]:
-        return {name: declared.tool.schema for name, declared in self._program.tools.items()}
+        own = {name: declared.tool.schema for name, declared in self._program.tools.items()}
+        return own | {name: tool.schema for name, tool in self._remote.tools.items()}
 
     async def call(self, name: str, arguments: Mapping[str, JsonValue] | str = "{}") -> ToolResult:
-        """Call a tool as the policy would, with arguments or with their JSON text."""
+        """Call a tool as the policy would, with arguments or with their JSON text.
+
+        ToolServerError when the service behind a remote one does not work.
+        """
         text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments))
-        result = await self._program.call(name, text)
+        is_remote = name in self._remote.tools
+        result = await (self._remote if is_remote else self._program).call(name, text)
         self._results.append(result)
         self.messages.append(Message("assistant", "", (ToolCall(name, text),)))
         self.messages.append(Message("tool", result.content, name=name))
@@ -68,6 +82,20 @@ class Trial:
         return await self._program.score(episode, TRIAL_S)
 
 
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """The tools of the services that an environment declares."""
+
+    tools: Mapping[str, RemoteTool] = field(default_factory=dict[str, RemoteTool])
+    secrets: Secrets = field(default_factory=lambda: Secrets({}))
+
+    async def call(self, name: str, arguments: str) -> ToolResult:
+        """As the tool server lets it through: without secrets, within the tool's cap."""
+        tool = self.tools[name]
+        edge = Edge(self.secrets, OUTPUT_BYTES)
+        return edge.observation(await tool.call(arguments), tool.schema.output_bytes)
+
+
 @asynccontextmanager
 async def so_test(
     environment: type[Environment[Any]],
@@ -80,7 +108,8 @@ async def so_test(
 ) -> AsyncGenerator[Trial]:
     """Prepare one program of the environment; it is closed when the block is left.
 
-    An environment that declares a sandbox gets the one that is given, else a real one of its own.
+    An environment that declares a sandbox gets the one that is given, else a real one of its own.  Its remote
+    tools speak to their services.
     """
     async with AsyncExitStack() as stack:
         blueprint = declaration(environment).blueprint()
@@ -88,6 +117,7 @@ async def so_test(
             sandbox = await stack.enter_async_context(
                 _own_sandbox(blueprint, declaration(environment).setup())
             )
+        remote = await stack.enter_async_context(_services(declaration(environment), secrets or {}))
         program = await start(
             "trial",
             LoadedEnvironment(environment, options),
@@ -97,7 +127,25 @@ async def so_test(
             sandbox=sandbox,
         )
         stack.push_async_callback(program.close)
-        yield Trial(program, await program.reset(TRIAL_S), seed)
+        yield Trial(program, await program.reset(TRIAL_S), seed, remote)
+
+
+@asynccontextmanager
+async def _services(declared: Declaration, values: Mapping[str, str]) -> AsyncGenerator[_Remote]:
+    if not declared.remote:
+        yield _Remote()
+        return
+    failed: Exception | None = None
+    async with anyio.create_task_group() as group:
+        secrets = Secrets(values)
+        try:
+            tools = await Services(secrets, group).tools(declared.remote, declared.tools)
+            yield _Remote({tool.schema.name: tool for tool in tools}, secrets)
+        except Exception as error:  # noqa: BLE001 - raised below as it is, and not in a group
+            failed = error
+        group.cancel_scope.cancel()
+    if failed is not None:
+        raise failed
 
 
 @asynccontextmanager

@@ -118,6 +118,32 @@ def test_what_cannot_be_declared_together_is_refused_at_registration(
     assert words in str(refused.value)
 
 
+async def test_an_author_can_try_the_remote_tools_of_an_environment():
+    async with service(saying(f"your key is {KEY}" + "x" * 500)) as there:
+        remote = search(there.url, headers={"X-Key": "${KEY}"}, output_bytes=100)
+        async with so_test(searcher(remote), Task(), secrets={"KEY": KEY}) as trial:
+            assert list(trial.tools) == ["note", "search"]
+            assert (await trial.call("note", {"text": "own"})).content == "own"
+            found = await trial.call("search", {})
+            assert found.content.startswith("your key is [secret KEY]")
+            assert len(found.content) <= 100
+            assert [message.name for message in trial.messages if message.role == "tool"] == [
+                "note",
+                "search",
+            ]
+        assert [key for *_, key in there.requests] == [KEY]
+
+
+async def test_what_goes_wrong_beside_remote_tools_is_raised_as_it_is():
+    async with service(saying("x")) as there:
+        with pytest.raises(ValueError, match="the author's own"):
+            async with so_test(searcher(search(there.url)), Task()):
+                raise ValueError("the author's own")
+        with pytest.raises(ConfigError, match="secret 'KEY' was not given"):
+            async with so_test(searcher(search(there.url, headers={"X-Key": "${KEY}"})), Task()):
+                pass
+
+
 class SmallSandbox(FakeSandbox):
     """Runs out of memory."""
 

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from fakes_tools import FORM, SECRET, TOKEN, FakeBackend, FakeHosts, config
 from sostenuto.errors import ConfigError, EnvironmentFailure, PathError, ToolServerError
+from sostenuto.sandbox.protocol import SandboxLimits
 from sostenuto.tools.client import ToolServerClient
 from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.server import listen
@@ -188,6 +189,13 @@ async def test_a_client_that_hangs_up_during_a_call_gets_the_result_when_it_asks
         result = await served.client.call(A, C1, ToolCall("sleep", "0.4"))
         assert result.status is ToolStatus.OK
         assert served.hosts.host.runs == {"0.4": 1}
+
+
+async def test_what_was_started_ahead_is_told_with_what_the_server_has():
+    async with serving(warm=1) as served:
+        assert (await served.client.supply()).warm_memory_bytes == 0
+        await served.client.prepare(A, FORM, {})
+        assert (await served.client.supply()).warm_memory_bytes == SandboxLimits().memory_bytes
 
 
 async def test_a_client_that_hangs_up_during_a_prepare_leaves_nothing():

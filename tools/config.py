@@ -5,6 +5,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+OUTPUT_BYTES = 16384
+"""Of an observation whose tool has no cap of its own."""
+
 
 class ServerConfig(BaseModel):
     """Frozen; the values of secrets are not in it, only their names."""
@@ -93,7 +96,7 @@ class ServerConfig(BaseModel):
     release_s: float = Field(default=10.0, gt=0)
     """Given to each of the two steps of a release: closing the environment, stopping the sandbox."""
 
-    output_bytes: int = Field(default=16384, ge=64)
+    output_bytes: int = Field(default=OUTPUT_BYTES, ge=64)
     """Cap of an observation whose tool has none of its own."""
 
     results_bytes: int = Field(default=1 << 20, gt=0)

@@ -189,6 +189,11 @@ class Programs:
             layer_bytes=self._stock.layer_bytes,
         )
 
+    @property
+    def warm_bytes(self) -> int:
+        """What the sandboxes may take that no program has yet."""
+        return self._stock.warm_bytes
+
     def count(self, event: str, times: int) -> None:
         """Add to a counter what happened before the table was there."""
         self._counters[event] += times

@@ -208,7 +208,8 @@ class Routes:
         return self._json(self._programs.state())
 
     async def _limits(self, request: web.Request) -> web.Response:
-        return self._json(await self._supply())
+        supply = await self._supply()
+        return self._json(supply.model_copy(update={"warm_memory_bytes": self._programs.warm_bytes}))
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         text = await self._metrics.text(self._programs.state())

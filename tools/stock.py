@@ -67,6 +67,11 @@ class Stock:
     def layer_bytes(self) -> int:
         return self._layers.size_bytes
 
+    @property
+    def warm_bytes(self) -> int:
+        """What the sandboxes may take that no program has yet."""
+        return self._warm.memory_bytes
+
     def waiting(self, now_s: float) -> tuple[WarmSandbox, ...]:
         """The sandboxes that no program has yet."""
         return tuple(

@@ -66,11 +66,15 @@ class Warm:
         self._starting: defaultdict[str, int] = defaultdict(int)
         self._serial = count(1)
         self._memory_bytes = 0
-        """What those may take that wait or are being started."""
 
     @property
     def is_used(self) -> bool:
         return self._room.size > 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """What those may take that wait or are being started."""
+        return self._memory_bytes
 
     @property
     def waiting(self) -> list[Waiting]:

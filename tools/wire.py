@@ -247,6 +247,8 @@ class Supply(Wire):
     """What running calls may claim together."""
     sandbox_memory_bytes: int | None = None
     """What sandboxes may take together, each counted with its limit; None: no bound."""
+    warm_memory_bytes: int = Field(default=0, ge=0)
+    """What those may take, by their limits, that were started ahead and that no program has yet."""
 
 
 class Refusal(Wire):
