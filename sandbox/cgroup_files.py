@@ -58,11 +58,12 @@ class MemoryV1:
 
 
 class MemoryV2:
-    def __init__(self, tree: Tree, path: Path) -> None:
+    def __init__(self, tree: Tree, path: Path, limit_bytes: int = 0) -> None:
+        """`limit_bytes`: what somebody else has set; else `limit` comes first."""
         self._tree = tree
         self._path = path
         self._kills = path / "memory.events"
-        self._limit_bytes = 0
+        self._limit_bytes = limit_bytes
         self._peak_bytes = 0
 
     def limit(self, limit_bytes: int) -> None:
@@ -101,8 +102,9 @@ class MemoryV2:
         self._tree.write(self._path / "memory.high", str(self._limit_bytes - self._limit_bytes // _THROTTLED))
 
 
-def memory_of(tree: Tree, version: int, path: Path) -> Memory:
-    return MemoryV2(tree, path) if version == 2 else MemoryV1(tree, path)
+def memory_of(tree: Tree, version: int, path: Path, limit_bytes: int = 0) -> Memory:
+    """`limit_bytes`: that of a group which somebody else has made."""
+    return MemoryV2(tree, path, limit_bytes) if version == 2 else MemoryV1(tree, path)
 
 
 def limit_cpus(tree: Tree, version: int, path: Path, cpus: float) -> None:

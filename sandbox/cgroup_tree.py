@@ -29,13 +29,17 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Tree:
-    """The cgroup file systems, as the kernel shows them."""
+    """The cgroup file systems, as the kernel shows them; memberships are those of one process."""
+
+    def __init__(self, process: int | None = None) -> None:
+        """None: this process."""
+        self._process = "self" if process is None else process
 
     def mounts(self) -> str:
         return Path("/proc/self/mountinfo").read_text()
 
     def memberships(self) -> str:
-        return Path("/proc/self/cgroup").read_text()
+        return Path(f"/proc/{self._process}/cgroup").read_text()
 
     def make(self, path: Path) -> None:
         path.mkdir()
@@ -58,6 +62,12 @@ class Tree:
             os.write(fd, text.encode())
         finally:
             os.close(fd)
+
+    def has(self, path: Path) -> bool:
+        return path.exists()
+
+    def can_write(self, path: Path) -> bool:
+        return os.access(path, os.W_OK)
 
     def groups(self, path: Path) -> list[Path]:
         """Those directly below `path`; none when it is gone."""

@@ -147,8 +147,7 @@ class Cgroup:
         """Raise Unsupported, with what is missing, where `move_out` can do nothing."""
         if self._memory is None:
             raise Unsupported(f"memory cannot be moved out: {REMEDY}")
-        if not _has_swap():
-            raise Unsupported("memory cannot be moved out: this system has no swap; add some with swapon")
+        check_swap()
 
     def move_out(self) -> None:
         """Move its memory to swap; blocks while that is written."""
@@ -222,10 +221,12 @@ class Cell:
                 return
 
 
-def _has_swap() -> bool:
+def check_swap() -> None:
+    """Raise Unsupported on a system without swap."""
     with suppress(OSError):
-        return len(Path("/proc/swaps").read_text().splitlines()) > 1
-    return False
+        if len(Path("/proc/swaps").read_text().splitlines()) > 1:
+            return
+    raise Unsupported("memory cannot be moved out: this system has no swap; add some with swapon")
 
 
 class Cgroups:

@@ -105,6 +105,12 @@ class FakeV2(Tree):
         self._known(path)
         return self.files[path.parent][path.name]
 
+    def has(self, path: Path) -> bool:
+        return path.name in self.files.get(path.parent, {})
+
+    def can_write(self, path: Path) -> bool:
+        return path.parent not in self._readonly
+
     def _known(self, path: Path) -> None:
         if path.name not in self.files.get(path.parent, {}):
             raise FileNotFoundError(errno.ENOENT, "No such file", str(path))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes_cgroups import FakeV2
 from sandboxes import sandbox_root
 from sostenuto.errors import SandboxError, Unsupported
 from sostenuto.sandbox.docker import backend as backend_module
@@ -18,6 +19,7 @@ from sostenuto.sandbox.docker.address import find_socket
 from sostenuto.sandbox.docker.backend import DockerBackend, DockerSettings
 from sostenuto.sandbox.docker.calls import Calls
 from sostenuto.sandbox.docker.labels import NAMESPACE, OWNER, is_orphan, labels_of
+from sostenuto.sandbox.docker.memory import find_memory
 from sostenuto.sandbox.docker.stream import Marks
 from sostenuto.sandbox.docker.wire import STDERR, STDOUT, Frames
 from sostenuto.sandbox.output import HeadTail
@@ -139,3 +141,42 @@ def test_an_owner_is_judged_only_where_its_pid_means_something():
     assert not is_orphan(dead | {NAMESPACE: "pid:[1]"}, Path("/another"))
     assert not is_orphan({}, root)
     assert not is_orphan({OWNER: "nonsense"}, root)
+
+
+_ID = "4f" * 32
+
+
+def test_on_cgroup_v2_swap_is_allowed_while_it_is_out_and_no_longer():
+    tree = FakeV2(f"/system.slice/docker-{_ID}.scope")
+    tree.hand_on("/", "memory")
+    tree.hand_on("/system.slice", "memory")
+    group = tree.path(tree.own)
+    memory = find_memory(tree, _ID, 64 << 20)
+    memory.move_out()
+    assert tree.files[group]["memory.swap.max"] == str(64 << 20)
+    assert tree.files[group]["memory.reclaim"] == "4096"
+    memory.let_back()
+    assert tree.files[group]["memory.swap.max"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("own", "readonly", "why"),
+    [
+        ("/user.slice", (), "its cgroup is not seen from here"),
+        (f"/docker/{_ID}", (f"/docker/{_ID}",), "run this as root"),
+    ],
+)
+def test_a_group_that_is_not_the_container_s_or_not_ours_is_left_alone(
+    own: str, readonly: tuple[str, ...], why: str
+):
+    tree = FakeV2(own, readonly=readonly, inside=False)
+    tree.hand_on("/", "memory")
+    if own.count("/") > 1:
+        tree.hand_on("/docker", "memory")
+    with pytest.raises(Unsupported, match=why):
+        find_memory(tree, _ID, 1 << 20)
+
+
+def test_without_a_memory_controller_that_is_said():
+    with pytest.raises(Unsupported, match="no memory cgroup of container"):
+        find_memory(FakeV2(f"/docker/{_ID}"), _ID, 1 << 20)

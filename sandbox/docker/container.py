@@ -9,11 +9,14 @@ from typing import IO, TypeVar
 
 import anyio
 
-from sostenuto.errors import PathError, SandboxError, Unsupported
+from sostenuto.errors import PathError, SandboxError
+from sostenuto.sandbox.cgroup_files import Memory
+from sostenuto.sandbox.cgroup_tree import Tree
 from sostenuto.sandbox.docker.calls import Calls
 from sostenuto.sandbox.docker.execs import Site, execute
 from sostenuto.sandbox.docker.files import Files
 from sostenuto.sandbox.docker.images import Images
+from sostenuto.sandbox.docker.memory import memory_of_container
 from sostenuto.sandbox.docker.removal import remove_container
 from sostenuto.sandbox.docker.shell import ContainerShell
 from sostenuto.sandbox.docker.stream import Stream
@@ -56,6 +59,8 @@ class DockerSandbox:
         """Held while it is paused, resumed or committed, and while it must not be."""
         self._door: Door | None = None
         self._paused = False
+        self._moved_out: Memory | None = None
+        """The memory that is to be let back before its processes go on."""
         self._peak_bytes = 0
         self._at_rest = 0
         """Processes while the shell waits for its first command."""
@@ -150,13 +155,36 @@ class DockerSandbox:
             await self._change(self._ground.daemon.pause)
 
     async def reclaim(self) -> None:
-        raise Unsupported("docker has no call that moves the memory of a container out; snapshot it instead")
+        async with self._changing:
+            self._check_there()
+            memory = await self._ground.calls.run(self._memory)
+            self._paused = True
+            await self._change(self._ground.daemon.pause)
+            self._moved_out = memory
+            await self._written(memory.move_out)
+
+    def _memory(self) -> Memory:
+        main = self._ground.daemon.main_pid(self._container)
+        return memory_of_container(Tree(main), self._container, self._plan.memory_bytes)
+
+    async def _written(self, write: Callable[[], None]) -> None:
+        """To the files of its cgroup."""
+        try:
+            await self._ground.calls.run(write)
+        except OSError as error:
+            raise SandboxError(f"sandbox {self.name!r}: its cgroup: {error}") from error
 
     async def resume(self) -> None:
         async with self._changing:
             self._check_there()
-            await self._change(self._ground.daemon.unpause)
+            await self._go_on()
             self._paused = False
+
+    async def _go_on(self) -> None:
+        if self._moved_out is not None:
+            await self._written(self._moved_out.let_back)
+            self._moved_out = None
+        await self._change(self._ground.daemon.unpause)
 
     async def _change(self, change: Callable[[str], None]) -> None:
         """Not given up half-way: nobody would know which of the two it then is."""
@@ -168,7 +196,7 @@ class DockerSandbox:
         """Its processes are not paused inside."""
         async with self._changing:
             if self._paused:
-                await self._change(self._ground.daemon.unpause)
+                await self._go_on()
             try:
                 yield
             finally:
