@@ -124,6 +124,9 @@ class DockerSection(Section):
     runtime: str | None = None
     """An OCI runtime that the daemon knows, such as `runsc`; None: its default."""
 
+    checkpoints: bool = False
+    """Move the memory of waiting sandboxes to disk, once for each, where a trial has seen that this works."""
+
     uid: int = Field(default=61184, ge=0)
     """User and group inside; 0 for images whose programs write all over the file system."""
 

@@ -39,6 +39,7 @@ def docker_settings(section: DockerSection) -> DockerSettings:
         image=section.image,
         socket=section.socket,
         runtime=section.runtime,
+        checkpoints=section.checkpoints,
         uid=section.uid,
         starts=section.starts,
     )

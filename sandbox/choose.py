@@ -38,7 +38,11 @@ async def choose_backend(
 async def probe_backends(root: Path, *, docker: DockerSettings | None = None) -> list[Probe]:
     """What each backend that isolates can do here, the best first."""
     check_root(root)
-    return [await backend.probe() for backend in _candidates(root, None, docker)]
+    return [await _examine(backend) for backend in _candidates(root, None, docker)]
+
+
+async def _examine(backend: Backend) -> Probe:
+    return await (backend.examine() if isinstance(backend, DockerBackend) else backend.probe())
 
 
 def _candidates(root: Path, preferred: str | None, docker: DockerSettings | None) -> list[Backend]:

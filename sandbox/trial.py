@@ -60,9 +60,13 @@ async def _trial(backend: Starts[S], look: Callable[[S], Awaitable[dict[str, str
         seen = await sandbox.shell("cat probe && echo kept > answer", timeout_s=TRIAL_S)
         python = await sandbox.shell(_PYTHON, timeout_s=TRIAL_S)
         answer = await sandbox.read("answer")
+        await sandbox.write("late", b"late")
+        late = await sandbox.shell("cat late", timeout_s=TRIAL_S)
         details = await look(sandbox)
     finally:
         await sandbox.stop()
-    if (seen.output, answer) != ("42", b"kept\n"):
-        raise SostenutoError(f"a trial sandbox did not keep its files: {seen.output!r}, {answer!r}")
+    if (seen.output, answer, late.output) != ("42", b"kept\n", "late"):
+        raise SostenutoError(
+            f"a trial sandbox did not keep its files: {seen.output!r}, {answer!r}, {late.output!r}"
+        )
     return {"python3": python.output.strip() if python.exit_code == 0 else "not usable inside", **details}

@@ -18,7 +18,7 @@ import anyio
 
 from sostenuto.errors import SostenutoError, Unsupported
 from sostenuto.sandbox.checks import check_blueprint
-from sostenuto.sandbox.docker import inside
+from sostenuto.sandbox.docker import gvisor, inside
 from sostenuto.sandbox.docker.address import find_socket
 from sostenuto.sandbox.docker.calls import Calls
 from sostenuto.sandbox.docker.container import DockerSandbox, Ground, place_files, remove_of
@@ -33,6 +33,7 @@ from sostenuto.sandbox.trial import try_out
 _START_S = 120.0
 _CLEAN_S = 10.0
 _PROBE_S = 20.0
+_KEPT = "kept"
 _OWN_PROCESSES = 8
 """Of a sandbox's own machinery, beside those that its limit allows."""
 
@@ -45,6 +46,9 @@ class DockerSettings:
     """None: $DOCKER_HOST, or where Docker and Podman usually listen."""
     runtime: str | None = None
     """An OCI runtime that the daemon knows, such as `runsc`; None: its default."""
+    checkpoints: bool = False
+    """Move the memory of a sandbox to disk, once for each, where a probe has seen that this works.
+    Containers then stay, ended, when their owner is killed, until the next one reclaims them."""
     uid: int = 61184
     """User and group inside.  0 for images whose programs write all over the file system."""
     starts: int = 8
@@ -64,6 +68,8 @@ class DockerBackend:
         self._opening = anyio.Lock()
         self._ground: Ground | None = None
         self._egress = Egress()
+        self._checkpoints = False
+        """Whether they were seen to work."""
 
     @property
     def name(self) -> str:
@@ -86,8 +92,56 @@ class DockerBackend:
         probe = await try_out(self, self.isolation, _remedy, DockerSandbox.describe_network)
         if not probe.works:
             return probe
-        limits = {"limits": "memory, processes and cores, by the daemon's cgroups"}
-        return replace(probe, isolation=self.isolation, details=probe.details | limits)
+        details = probe.details | {"limits": "memory, processes and cores, by the daemon's cgroups"}
+        if self._settings.checkpoints:
+            details["memory"] = await self._try_checkpoints()
+        return replace(probe, isolation=self.isolation, details=details)
+
+    async def examine(self) -> Probe:
+        """`probe`, and whether gVisor could be used here as well."""
+        probe = await self.probe()
+        if not probe.works or self._settings.runtime is not None:
+            return probe
+        return replace(probe, details={**probe.details, "gVisor": await self._try_gvisor()})
+
+    async def _try_gvisor(self) -> str:
+        ground = await self._open()
+        known = await self._calls.run(ground.daemon.runtimes)
+        runtime = next((name for name in known if "runsc" in name), None)
+        if runtime is None:
+            return gvisor.ABSENT
+        other = DockerBackend(self._root, replace(self._settings, runtime=runtime, checkpoints=True))
+        try:
+            probe = await other.probe()
+        finally:
+            await other.close()
+        if not probe.works:
+            return f"runtime {runtime} does not work: {probe.details['error']}; {gvisor.ADVICE}"
+        return f"works as runtime {runtime}; memory: {probe.details['memory']}"
+
+    async def _try_checkpoints(self) -> str:
+        said = f"no answer within {2 * _PROBE_S:.0f} s"
+        self._checkpoints = True
+        try:
+            with anyio.fail_after(2 * _PROBE_S):
+                said = await self._checkpointed()
+        except (SostenutoError, TimeoutError) as error:
+            said = str(error) or said
+        self._checkpoints = said == _KEPT
+        return (
+            "moved to disk, once for each sandbox" if self._checkpoints else f"{said}; {gvisor.CHECKPOINTS}"
+        )
+
+    async def _checkpointed(self) -> str:
+        """What a shell still knows after its memory was on disk."""
+        sandbox = await self.start("probe", Blueprint())
+        try:
+            await sandbox.shell(f"kept={_KEPT}", timeout_s=_PROBE_S)
+            await sandbox.reclaim()
+            await sandbox.resume()
+            return (await sandbox.shell('printf %s "$kept"', timeout_s=_PROBE_S)).output
+        finally:
+            await sandbox.stop()
 
     async def _check_image(self, ground: Ground) -> None:
         """A probe does not pull: that can take minutes, and is to be decided by whoever runs it."""
@@ -185,6 +239,7 @@ class DockerBackend:
             rlimits=_rlimits(limits),
             tmp_bytes=limits.memory_bytes,
             runtime=self._settings.runtime,
+            checkpoints=self._checkpoints,
         )
 
 
@@ -227,6 +282,8 @@ def _rlimits(limits: SandboxLimits) -> dict[str, int]:
 def _remedy(said: str) -> str:
     if "docker pull" in said or "DOCKER_HOST" in said or "daemon" in said or "pip install" in said:
         return said
+    if "runtime" in said or "did not keep its files" in said:
+        return f"a runtime that this daemon knows and that shares files; for gVisor, {gvisor.ADVICE}"
     if "executable file not found" in said:
         return "use an image that has a POSIX sh"
     if "no answer" in said:

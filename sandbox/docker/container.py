@@ -1,5 +1,6 @@
 """A sandbox that is a container."""
 
+import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
@@ -17,7 +18,7 @@ from sostenuto.sandbox.docker.execs import Site, execute
 from sostenuto.sandbox.docker.files import Files
 from sostenuto.sandbox.docker.images import Images
 from sostenuto.sandbox.docker.memory import memory_of_container
-from sostenuto.sandbox.docker.removal import remove_container
+from sostenuto.sandbox.docker.removal import remove_container, restore_container
 from sostenuto.sandbox.docker.shell import ContainerShell
 from sostenuto.sandbox.docker.stream import Stream
 from sostenuto.sandbox.docker.tars import Packer
@@ -52,8 +53,7 @@ class DockerSandbox:
         self._container = container
         self._plan = plan
         self._files = Files(ground.daemon, container, ground.uid)
-        self._wire = Wire(ground.daemon.socket)
-        self._stream = Stream(self._wire)
+        self._stream = Stream(Wire(ground.daemon.socket))
         self._shell = ContainerShell(self._stream, self._awake)
         self._changing = anyio.Lock()
         """Held while it is paused, resumed or committed, and while it must not be."""
@@ -61,6 +61,10 @@ class DockerSandbox:
         self._paused = False
         self._moved_out: Memory | None = None
         """The memory that is to be let back before its processes go on."""
+        self._checkpoint: str | None = None
+        """From which it has to be started again."""
+        self._can_checkpoint = plan.checkpoints
+        """Once: a second time Docker no longer knows that the container has ended, and leaks its shim."""
         self._peak_bytes = 0
         self._at_rest = 0
         """Processes while the shell waits for its first command."""
@@ -68,11 +72,16 @@ class DockerSandbox:
 
     async def open(self) -> None:
         """Attach to the running container and start the shell."""
-        version = await self._ground.calls.run(self._ground.daemon.version_path)
-        target = f"{version}/containers/{self._container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
-        await self._wire.upgrade(target, {})
+        await self._attach()
         await self._shell.start()
         self._at_rest = await self._tasks() or 0
+
+    async def _attach(self) -> None:
+        wire = Wire(self._ground.daemon.socket)
+        self._stream.move_to(wire)
+        version = await self._ground.calls.run(self._ground.daemon.version_path)
+        target = f"{version}/containers/{self._container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
+        await wire.upgrade(target, {})
 
     async def open_network(self, egress: Egress, network: tuple[str, ...]) -> None:
         """Let it reach the servers of the list."""
@@ -126,7 +135,7 @@ class DockerSandbox:
             self._door.check()
 
     def _check_there(self) -> None:
-        if self._removal is not None or self._stream.ended:
+        if self._removal is not None or (self._stream.ended and self._checkpoint is None):
             raise SandboxError(f"sandbox {self.name!r} has ended")
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
@@ -152,16 +161,32 @@ class DockerSandbox:
         async with self._changing:
             self._check_there()
             self._paused = True
-            await self._change(self._ground.daemon.pause)
+            if self._checkpoint is None:
+                await self._change(self._ground.daemon.pause)
 
     async def reclaim(self) -> None:
         async with self._changing:
             self._check_there()
+            if self._can_checkpoint:
+                await self._put_on_disk()
+                return
+            if self._checkpoint is not None:
+                return
             memory = await self._ground.calls.run(self._memory)
             self._paused = True
             await self._change(self._ground.daemon.pause)
             self._moved_out = memory
             await self._written(memory.move_out)
+
+    async def _put_on_disk(self) -> None:
+        self._can_checkpoint = False
+        with anyio.CancelScope(shield=True):
+            if self._paused:
+                await self._change(self._ground.daemon.unpause)
+            self._paused = False
+            name = secrets.token_hex(8)
+            await self._ground.calls.run(partial(self._ground.daemon.checkpoint, self._container, name))
+            self._paused, self._checkpoint = True, name
 
     def _memory(self) -> Memory:
         main = self._ground.daemon.main_pid(self._container)
@@ -184,7 +209,14 @@ class DockerSandbox:
         if self._moved_out is not None:
             await self._written(self._moved_out.let_back)
             self._moved_out = None
-        await self._change(self._ground.daemon.unpause)
+        if self._checkpoint is None:
+            await self._change(self._ground.daemon.unpause)
+            return
+        with anyio.CancelScope(shield=True):
+            restore = partial(restore_container, self._ground.daemon, self._container, self._checkpoint)
+            await self._ground.calls.run(restore)
+            self._checkpoint = None
+            await self._attach()
 
     async def _change(self, change: Callable[[str], None]) -> None:
         """Not given up half-way: nobody would know which of the two it then is."""

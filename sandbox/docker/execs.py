@@ -137,11 +137,13 @@ class _Execution:
             self._stream.close()
 
     async def _kill(self) -> None:
+        patience_s = _PATIENCE_S
         with anyio.move_on_after(_END_S):
             while "exit" not in self._told and not self._stream.ended:
                 await self._site.order(f"stop {self._stream.mark} {self._told.get('pid', 0)}")
-                with anyio.move_on_after(_PATIENCE_S):
+                with anyio.move_on_after(patience_s):
                     await self._listen()
+                patience_s *= 4  # where an order takes long, many would keep the relay from the shell's
             return
         raise SandboxError("a program could not be ended")
 

@@ -61,6 +61,12 @@ class Stream:
         self._partial = b""
         self._ended = False
 
+    def move_to(self, wire: Wire) -> None:
+        """Go on over another connection to the same process; the present one has ended."""
+        self._wire.close()
+        self._wire, self._frames = wire, Frames()
+        self._partial, self._ended = b"", False
+
     @property
     def ended(self) -> bool:
         return self._ended or self._wire.ended

@@ -50,6 +50,8 @@ class ContainerPlan:
     rlimits: dict[str, int]
     tmp_bytes: int
     runtime: str | None = None
+    checkpoints: bool = False
+    """It stays when it ends, to be started again from a checkpoint; else it is removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,11 @@ class Daemon:
         """What begins the path of every request, for those that are made without the SDK."""
         return f"/v{self._client.api_version}"
 
+    def runtimes(self) -> list[str]:
+        """Names of the OCI runtimes that it can start containers with."""
+        with _errors("ask for runtimes"):
+            return sorted(self._client.info().get("Runtimes") or {})
+
     def create(self, plan: ContainerPlan) -> str:
         """The identity of a new container."""
         client = self._client
@@ -142,6 +149,25 @@ class Daemon:
     def start(self, container: str) -> None:
         with _errors(f"start {container}"):
             self._client.start(container)
+
+    def checkpoint(self, container: str, name: str) -> None:
+        """End it, and keep its processes with their memory on disk; for an experimental dockerd."""
+        client = self._client
+        with _errors(f"checkpoint {container}"):
+            url = client._url("/containers/{0}/checkpoints", container)  # noqa: SLF001
+            reply = client._post_json(url, {"CheckpointID": name, "Exit": True}, timeout=SILENCE_S)  # noqa: SLF001
+            client._raise_for_status(reply)  # noqa: SLF001
+            client.wait(container, timeout=SILENCE_S)
+
+    def restore(self, container: str, name: str) -> None:
+        """Start it from a checkpoint, which is used up."""
+        client = self._client
+        with _errors(f"start {container} from its checkpoint"):
+            url = client._url("/containers/{0}/start", container)  # noqa: SLF001
+            reply = client.post(url, params={"checkpoint": name}, timeout=SILENCE_S)
+            client._raise_for_status(reply)  # noqa: SLF001
+            url = client._url("/containers/{0}/checkpoints/{1}", container, name)  # noqa: SLF001
+            client._raise_for_status(client.delete(url, timeout=SILENCE_S))  # noqa: SLF001
 
     def pause(self, container: str) -> None:
         with _errors(f"pause {container}"):
@@ -301,7 +327,7 @@ def _connect(socket: str, *, silence_s: float = SILENCE_S) -> Any:  # noqa: ANN4
 
 def _host_config(client: Any, plan: ContainerPlan) -> Any:  # noqa: ANN401 - the SDK has no types
     return client.create_host_config(
-        network_mode="none", init=True, auto_remove=True, runtime=plan.runtime,
+        network_mode="none", init=True, auto_remove=not plan.checkpoints, runtime=plan.runtime,
         cap_drop=["ALL"], security_opt=["no-new-privileges"],
         mem_limit=plan.memory_bytes, memswap_limit=plan.memory_bytes, pids_limit=plan.processes,
         nano_cpus=None if plan.cpus is None else round(plan.cpus * 1e9),
