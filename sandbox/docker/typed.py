@@ -10,6 +10,7 @@ import threading
 from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import IO, Any, cast
 
 from sostenuto.errors import SandboxError, Unsupported
@@ -17,6 +18,8 @@ from sostenuto.errors import SandboxError, Unsupported
 SILENCE_S = 60.0
 _PULL_S = 1800.0
 _CHUNK_BYTES = 1 << 16
+_PODMAN_TASKS = 32768
+"""Podman's own limit on processes; of all sandboxes, which have one user."""
 _WORDS = 300
 _STAT_HEADER = "X-Docker-Container-Path-Stat"
 
@@ -142,9 +145,21 @@ class Daemon:
             made = client.create_container(
                 plan.image, plan.command, name=plan.name, hostname="sandbox", user=plan.user,
                 environment=plan.environment, labels=plan.labels, working_dir=plan.folder,
-                stdin_open=True, entrypoint=[], host_config=_host_config(client, plan),
+                stdin_open=True, entrypoint=[], host_config=_host_config(client, plan, self._rlimits(plan)),
             )  # fmt: skip
         return cast("str", made["Id"])
+
+    def _rlimits(self, plan: ContainerPlan) -> dict[str, int]:
+        """Podman raises a limit on processes that it is not given, where only some kinds of root may."""
+        if not self._is_podman:
+            return plan.rlimits
+        return {"nproc": _PODMAN_TASKS, **plan.rlimits}
+
+    @cached_property
+    def _is_podman(self) -> bool:
+        with _errors("ask for the version"):
+            parts = self._client.version().get("Components") or []
+        return any("podman" in str(part.get("Name")).lower() for part in parts)
 
     def start(self, container: str) -> None:
         with _errors(f"start {container}"):
@@ -325,13 +340,13 @@ def _connect(socket: str, *, silence_s: float = SILENCE_S) -> Any:  # noqa: ANN4
         return api.APIClient(base_url=f"unix://{socket}", version="auto", timeout=silence_s)
 
 
-def _host_config(client: Any, plan: ContainerPlan) -> Any:  # noqa: ANN401 - the SDK has no types
+def _host_config(client: Any, plan: ContainerPlan, rlimits: dict[str, int]) -> Any:  # noqa: ANN401 - the SDK has no types
     return client.create_host_config(
         network_mode="none", init=True, auto_remove=not plan.checkpoints, runtime=plan.runtime,
         cap_drop=["ALL"], security_opt=["no-new-privileges"],
         mem_limit=plan.memory_bytes, memswap_limit=plan.memory_bytes, pids_limit=plan.processes,
         nano_cpus=None if plan.cpus is None else round(plan.cpus * 1e9),
-        ulimits=[{"Name": name, "Soft": value, "Hard": value} for name, value in plan.rlimits.items()],
+        ulimits=[{"Name": name, "Soft": value, "Hard": value} for name, value in rlimits.items()],
         tmpfs={"/tmp": f"mode=1777,nosuid,nodev,exec,size={plan.tmp_bytes}"},
         # The daemon would write everything that a shell says to a file of its own.
         log_config={"Type": "none"},
