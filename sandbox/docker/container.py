@@ -81,7 +81,7 @@ class DockerSandbox:
         self._stream.move_to(wire)
         version = await self._ground.calls.run(self._ground.daemon.version_path)
         target = f"{version}/containers/{self._container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
-        await wire.upgrade(target, {})
+        await wire.upgrade(target)
 
     async def open_network(self, egress: Egress, network: tuple[str, ...]) -> None:
         """Let it reach the servers of the list."""

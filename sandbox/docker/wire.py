@@ -61,9 +61,12 @@ class Wire:
             self.close()
             raise SandboxError(f"the docker daemon at {path} cannot be reached: {exc}") from exc
 
-    async def upgrade(self, target: str, body: dict[str, object]) -> None:
-        """Ask for `target` and for the stream instead of an answer."""
-        content = json.dumps(body).encode()
+    async def upgrade(self, target: str, body: dict[str, object] | None = None) -> None:
+        """Ask for `target` and for the stream instead of an answer.
+
+        Where no body is called for there must be none: Podman gives it to the process.
+        """
+        content = b"" if body is None else json.dumps(body).encode()
         await self.send(
             f"POST {target} HTTP/1.1\r\nHost: docker\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode()
