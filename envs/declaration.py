@@ -19,7 +19,8 @@ from sostenuto.tools.remote.declared import HttpTool, McpServer, Remote
 from sostenuto.tools.schema import Tool, read_tool, resolve_hints
 from sostenuto.tools.setup import Setup
 
-_FILE = "__sostenuto_file__"
+AUTHOR_FILE = "__sostenuto_file__"
+"""The attribute of a class that has the file it was written in, where its code does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ def is_async(function: object) -> bool:
 
 def author_file(cls: type[Environment[Any]]) -> Path:
     """The file that the class was written in, as its code remembers it or as it was noted."""
-    noted = vars(cls).get(_FILE)
+    noted = vars(cls).get(AUTHOR_FILE)
     if isinstance(noted, str):
         return Path(noted)
     reset = cast("FunctionType", inspect.unwrap(cls.reset))
@@ -148,7 +149,7 @@ def author_file(cls: type[Environment[Any]]) -> Path:
 
 def note_author_file(cls: type[Environment[Any]]) -> None:
     """Keep the file with the class: cloudpickle takes it out of the code that it sends."""
-    setattr(cls, _FILE, str(author_file(cls)))
+    setattr(cls, AUTHOR_FILE, str(author_file(cls)))
 
 
 def _task_type(cls: type[Environment[Any]]) -> type[BaseModel]:
@@ -166,7 +167,9 @@ def _task_type(cls: type[Environment[Any]]) -> type[BaseModel]:
 def _generic_argument(cls: type) -> object:
     for base in cls.__mro__:
         for original in vars(base).get("__orig_bases__", ()):
-            if get_origin(original) is Environment and isinstance(get_args(original)[0], type):
+            origin: object = get_origin(original)
+            is_ours = isinstance(origin, type) and issubclass(cast("type[object]", origin), Environment)
+            if is_ours and isinstance(get_args(original)[0], type):
                 return get_args(original)[0]
     return None
 

@@ -15,6 +15,7 @@ import anyio
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
+from sostenuto.envs.agent import Agent
 from sostenuto.envs.blame import authored
 from sostenuto.envs.declaration import DeclaredTool, author_file, declaration
 from sostenuto.envs.environment import Environment, bind
@@ -115,6 +116,8 @@ class Program:
             return ToolStatus.INFRASTRUCTURE_FAILURE, str(error)
 
     def _doing(self, what: str) -> str:
+        if what == "reward" and isinstance(self.environment, Agent):
+            what = "run"
         return f"program {self.id}: {what} of {type(self.environment).__name__}"
 
     def _file(self) -> str:

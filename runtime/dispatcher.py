@@ -145,13 +145,13 @@ class Dispatcher:
         with anyio.CancelScope() as scope:
             try:
                 self._seats[spec.id] = _Seat(mail, lambda _reason: scope.cancel())
-                self._feed(_submitted(spec, self._lease_s(spec)))
+                self._feed(submitted_for(spec, lease_s_of(spec, self._timeouts)))
                 return await _finish(drive)
             finally:
                 await drive.close()
                 del self._seats[spec.id]
                 self._feed(Finished(spec.id))
-        silent = f"{_SILENT} for {self._lease_s(spec):.0f} s"
+        silent = f"{_SILENT} for {lease_s_of(spec, self._timeouts):.0f} s"
         return _failed(drive, EngineError(self._gave_up or silent))
 
     def admit(self, submitted: Submitted, lost: Callable[[str], None]) -> Place:
@@ -282,11 +282,6 @@ class Dispatcher:
         wake_s = self.scheduler.wake_at_s()
         return math.inf if wake_s is None else wake_s
 
-    def _lease_s(self, spec: ProgramSpec) -> float:
-        # Every part of a program has a deadline of its own; the lease ends after all of them.
-        t = self._timeouts
-        return spec.limits.wall_s + t.prepare_s + t.reward_s + t.call_margin_s + t.release_s
-
     def _feed(self, event: Event) -> None:
         for action in self.scheduler.apply(event, self._now_s()):
             self._start(action)
@@ -361,7 +356,14 @@ async def open_dispatcher(
         running.cancel_scope.cancel()
 
 
-def _submitted(spec: ProgramSpec, lease_s: float) -> Submitted:
+def lease_s_of(spec: ProgramSpec, timeouts: Timeouts) -> float:
+    """Every part of a program has a deadline of its own; the lease ends after all of them."""
+    t = timeouts
+    return spec.limits.wall_s + t.prepare_s + t.reward_s + t.call_margin_s + t.release_s
+
+
+def submitted_for(spec: ProgramSpec, lease_s: float) -> Submitted:
+    """How the scheduler hears of a program."""
     return Submitted(
         spec.id,
         lease_s,

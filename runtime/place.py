@@ -75,6 +75,10 @@ class Place:
         self._mail.lose(reason)
         self._lost(reason)
 
+    def hand_over(self, lost: Callable[[str], None]) -> None:
+        """Somebody else drives the program from now on, and is told why it has to be left."""
+        self._lost = lost
+
     def leave(self) -> None:
         """The program is over for the scheduler.  Safe to call twice."""
         leave, self._leave = self._leave, None

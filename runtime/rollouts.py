@@ -6,12 +6,12 @@ What comes out is a sealed trajectory (TRAIN, waiting for the trainer), or one t
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Protocol
 
 import anyio
 
 from sostenuto.errors import Blame, ConfigError
 from sostenuto.records import Trajectory
-from sostenuto.runtime.dispatcher import Dispatcher
 from sostenuto.runtime.journal import Journal, ProgramEnded, ProgramSealed, ProgramSubmitted
 from sostenuto.runtime.ledger import Ledger
 from sostenuto.runtime.program import ProgramSpec
@@ -22,19 +22,27 @@ JOB_FAILED = "job_failed"
 EVALUATED = Outcome(OutcomeKind.EVALUATED)
 
 
+class Runner(Protocol):
+    """What drives programs: the dispatcher, or the runner of agents."""
+
+    async def run(self, spec: ProgramSpec) -> Trajectory:
+        """Its failure is the outcome of the record, not an exception."""
+        ...
+
+
 class Rollouts:
     """Runs programs of one job.  The only one who writes outcomes of programs that are not sealed."""
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        runner: Runner,
         ledger: Ledger,
         journal: Journal,
         *,
         quarantine_after: int = 3,
         trace: TraceRecorder | None = None,
     ) -> None:
-        self._dispatcher = dispatcher
+        self._runner = runner
         self._ledger = ledger
         self._journal = journal
         self._quarantine_after = quarantine_after
@@ -65,7 +73,7 @@ class Rollouts:
         self._ledger.submit(spec.id)
         self._journal.write(ProgramSubmitted(spec.id, spec.group_id, spec.task_id, spec.purpose))
         try:
-            trajectory = await self._dispatcher.run(spec)
+            trajectory = await self._runner.run(spec)
         except anyio.get_cancelled_exc_class():
             self.end(spec.id, Outcome(OutcomeKind.CANCELLED, self.cancelled_by))
             raise

@@ -42,7 +42,7 @@ from sostenuto.runtime.engines.wire import (
     WireVersionSpan,
     tell,
 )
-from sostenuto.runtime.journal import open_journal
+from sostenuto.runtime.journal import Journal, open_journal
 from sostenuto.runtime.ledger import Ledger
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.quickstart.folder import write_folder
@@ -231,6 +231,7 @@ class Stage:
     dispatcher: Dispatcher
     rollouts: Rollouts
     ledger: Ledger
+    journal: Journal
     client: ToolServerClient
     server_pid: int
 
@@ -269,6 +270,7 @@ async def staged(
     *,
     tools: ToolServerSettings | None = None,
     engine: Mapping[str, float] | None = None,
+    scheduler: SchedulerSettings | None = None,
 ) -> AsyncGenerator[Stage]:
     """Everything of one run but its jobs; no process of it is left afterwards."""
     before = children()
@@ -276,7 +278,7 @@ async def staged(
     ledger, scripted = Ledger(), ScriptedEngine(renderer, script)
     for name, value in (engine or {}).items():
         setattr(scripted, name, value)
-    settings = SchedulerSettings()
+    settings = scheduler or SchedulerSettings()
     with hold(directory) as run:
         async with (
             open_journal(run.journal) as journal,
@@ -288,7 +290,7 @@ async def staged(
             open_dispatcher(settings, {ENGINE: scripted}, launched.client, renderer) as dispatcher,
         ):
             rollouts = Rollouts(dispatcher, ledger, journal)
-            yield Stage(run, scripted, dispatcher, rollouts, ledger, launched.client, launched.pid)
+            yield Stage(run, scripted, dispatcher, rollouts, ledger, journal, launched.client, launched.pid)
     assert children() - before == set()
 
 

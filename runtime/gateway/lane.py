@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from sostenuto.errors import lone_error
+from sostenuto.errors import ProgramError, lone_error
 from sostenuto.records import Experts, Sequence
 from sostenuto.runtime.drive import Surroundings
 from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest, Spans
@@ -52,20 +52,40 @@ class LaneHome:
     salt: str = ""
     """Only lanes with the same one share KV."""
     routed_experts: bool = False
+    total_tokens: int | None = None
+    """Of one conversation; None: as many as the model's context has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """A place that the program's owner has taken before the first call, so that the scheduler counts it."""
+
+    submitted: Submitted
+    """Also for whatever place comes after it."""
+    place: Place
+    """It has had its first grant."""
 
 
 class Lane:
     """Use `call`; then `close`."""
 
-    def __init__(self, id_: ProgramId, first: Ask, home: LaneHome) -> None:
+    def __init__(self, id_: ProgramId, first: Ask, home: LaneHome, entrance: Entrance | None = None) -> None:
+        """`entrance`: of the program with this id; the lane gives its place back."""
         self.id = id_
         self.record = record_for(first, home.around.renderer)
         self.usage = Usage()
         self.calls = 0
         self.used_s = home.around.now_s()
         self.is_busy = False
+        self.failure: ProgramError | None = None
+        """Of the last call, where that was no fault of its own."""
         self._home = home
-        self._place: Place | None = None
+        self._submitted = entrance.submitted if entrance else Submitted(id_, home.lease_s)
+        self._place = entrance.place if entrance else None
+        self._may_prepare = entrance is not None
+        """The place is new: the scheduler was told nothing since it was granted."""
+        if entrance:
+            entrance.place.hand_over(self._lost)
         self._acts_after: int | None = None
         """The turn after which it acts; None: it has no place, or has not decoded there."""
         self._engine_ids: set[EngineId] = set()
@@ -91,14 +111,18 @@ class Lane:
             room = self._room(ask)
             try:
                 with lone_error():
-                    return await self._while_leased(ask, standing, room, seed, spans)
-            except BaseException:
+                    told = await self._while_leased(ask, standing, room, seed, spans)
+            except BaseException as error:
+                self.failure = error if isinstance(error, ProgramError) else None
                 self.close()
                 raise
+        self.failure = None
+        return told
 
     def close(self) -> None:
         """Give back place and KV.  Safe to call twice; the record stays."""
-        place, self._place, self._acts_after = self._place, None, None
+        place, self._place = self._place, None
+        self._acts_after, self._may_prepare = None, False
         if place is not None:
             self._home.around.prompts.remove(self.id)
             place.leave()
@@ -170,9 +194,11 @@ class Lane:
             turn, self._acts_after = self._acts_after, None
             self._home.around.report(ToolReturned(self.id, turn, self._footprint(), room))
             return
-        self.close()
-        self._place = self._home.admit(Submitted(self.id, self._home.lease_s), self._lost)
-        await self._place.grant()
+        if not self._may_prepare:
+            self.close()
+            self._place = self._home.admit(self._submitted, self._lost)
+            await self._place.grant()
+        self._may_prepare = False
         self._prompt_tokens = len(self.record.token_ids)
         self._home.around.prompts.add(self.id, self.record.token_ids)
         self._home.around.report(Prepared(self.id, self._footprint(), room))
@@ -206,7 +232,7 @@ class Lane:
 
     async def _keep_lease(self) -> None:
         while True:
-            await anyio.sleep(self._home.lease_s / _HEARD_OF)
+            await anyio.sleep(self._submitted.lease_s / _HEARD_OF)
             self._home.around.report(Heard(self.id))
 
     def _lost(self, reason: str) -> None:
@@ -224,15 +250,18 @@ class Lane:
 
     def _room(self, ask: Ask) -> int:
         """Tokens that may be sampled; Refused when there is no room for one."""
-        length, context = len(self.record.token_ids), self._home.around.context_tokens()
+        length, context = len(self.record.token_ids), self._context_tokens()
         if length >= context:
             raise Refused(
-                f"the conversation has {length} tokens, and the model's context ends at {context}; "
-                "shorten it",
+                f"the conversation has {length} tokens, and the context ends at {context}; shorten it",
                 field="messages" if ask.messages else "prompt",
                 code="context_length_exceeded",
             )
         return min(context - length, ask.max_tokens or context)
+
+    def _context_tokens(self) -> int:
+        context, total = self._home.around.context_tokens(), self._home.total_tokens
+        return context if total is None else min(context, total)
 
 
 def _grown(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:

@@ -38,7 +38,7 @@ class OpenGateway:
 async def open_gateway(
     dispatcher: Dispatcher,
     folder: ModelFolder,
-    books: Books,
+    books: Books | None,
     settings: GatewaySettings,
     *,
     prefix: str,
@@ -46,10 +46,12 @@ async def open_gateway(
 ) -> AsyncGenerator[OpenGateway]:
     """Answer until the block is left; every program of the gateway is over then.
 
+    `books`: None to answer nobody but programs that are opened here, each with a key minted for it.
+
     `prefix` begins the ids of its programs.  ConfigError for keys that are too short, or a port in use.
     """
     keys = Keys()
-    is_guarded = _take_keys(keys, settings, environment)
+    is_guarded = books is None or _take_keys(keys, settings, environment)
     tls = server_tls(settings)
     async with anyio.create_task_group() as returning, anyio.create_task_group() as running:
         sessions = Sessions(

@@ -9,13 +9,18 @@ from collections.abc import Callable
 from itertools import count
 from random import Random
 
+import anyio
+
+from sostenuto.errors import ProgramError
 from sostenuto.records import Experts, Trajectory
 from sostenuto.runtime.engines.wire import Spans
-from sostenuto.runtime.gateway.lane import Lane, LaneHome
+from sostenuto.runtime.gateway.lane import Entrance, Lane, LaneHome
 from sostenuto.runtime.gateway.terms import Terms
 from sostenuto.runtime.gateway.turn import Ask, Refused, Told
 from sostenuto.types import GroupId, Outcome, ProgramId, Purpose, StopReason, Usage
 
+_LIMITS = {"turn_limit": StopReason.TURN_LIMIT, "context_length_exceeded": StopReason.CONTEXT_FULL}
+"""By the code of the call that was refused for it."""
 _BUSY_LANES = 64
 """Calls of one program at the same time."""
 _IDLE_PLACES = 8
@@ -28,15 +33,25 @@ class Session:
     """Use `ask`; then `close`."""
 
     def __init__(
-        self, id_: ProgramId, terms: Terms, home: LaneHome, *, ended: Callable[["Session"], None]
+        self,
+        id_: ProgramId,
+        terms: Terms,
+        home: LaneHome,
+        *,
+        ended: Callable[["Session"], None],
+        entrance: Entrance | None = None,
     ) -> None:
-        """`ended` is told once, after `close` and the last call."""
+        """`ended` is told once, after `close` and the last call.  `entrance`: for the first lane."""
         self.id = id_
         self.terms = terms
         self.used_s = self.begun_s = home.around.now_s()
-        self.is_over = self._is_told = False
+        self.is_over = self._is_told = self._is_stopped = False
+        self.limit: StopReason | None = None
+        """What the last call was refused for, if it was for a limit."""
         self._home = home
         self._ended = ended
+        self._entrance = entrance
+        self._calling: set[anyio.CancelScope] = set()
         self._lanes: list[tuple[str, Lane]] = []
         """With the name of the sub-agent that it is of; "" for the program itself."""
         self._numbers = count(1)
@@ -59,18 +74,15 @@ class Session:
 
     async def ask(self, ask: Ask, *, child: str = "", spans: Spans | None = None) -> Told:
         """Sample; Refused, EngineError and Overloaded as `Lane.call` says.  `child`: the sub-agent."""
-        if self.is_over:
-            raise Refused(f"program {self.id} is over; begin another one", status=410, code="program_over")
-        ask = self.terms.applied(ask)
-        self._count_turn()
-        lane = self._lane_for(ask, child)
-        seed = ask.sampling.seed if ask.seeded else self._random.getrandbits(31)
-        self.used_s = self._home.around.now_s()
+        if self.is_over or self._is_stopped:
+            raise _over(self.id)
         try:
-            return await lane.call(ask, seed=seed, spans=spans)
-        finally:
-            self.used_s = self._home.around.now_s()
-            self._settle()
+            told = await self._ask(self.terms.applied(ask), child, spans)
+        except Refused as error:
+            self.limit = _LIMITS.get(error.code or "")
+            raise
+        self.limit = None
+        return told
 
     def release_child(self, child: str) -> None:
         """A sub-agent is over: what it held comes back; its record stays."""
@@ -83,6 +95,22 @@ class Session:
         if not self.is_over:
             self.is_over = True
             self._settle()
+
+    async def stop(self) -> None:
+        """Refuse further calls, end those that run, and return when there is none any more.
+
+        What lanes hold between their calls stays theirs until `close`.
+        """
+        self._is_stopped = True
+        for scope in self._calling:
+            scope.cancel()
+        while self.is_busy:  # noqa: ASYNC110 - rare, and over within a few turns of the loop
+            await anyio.sleep(0.001)
+
+    @property
+    def failure(self) -> ProgramError | None:
+        """Of a call that no later one of its conversation has made good."""
+        return next((lane.failure for lane in self.lanes if lane.failure is not None), None)
 
     def trajectory(
         self,
@@ -110,6 +138,21 @@ class Session:
             experts=experts if any(part is not None for part in experts) else (),
         )
 
+    async def _ask(self, ask: Ask, child: str, spans: Spans | None) -> Told:
+        self._count_turn()
+        lane = self._lane_for(ask, child)
+        seed = ask.sampling.seed if self.terms.is_seed_of(ask) else self._random.getrandbits(31)
+        self.used_s = self._home.around.now_s()
+        with anyio.CancelScope() as scope:
+            self._calling.add(scope)
+            try:
+                return await lane.call(ask, seed=seed, spans=spans)
+            finally:
+                self._calling.discard(scope)
+                self.used_s = self._home.around.now_s()
+                self._settle()
+        raise _over(self.id)
+
     def _count_turn(self) -> None:
         limits = self.terms.limits
         if limits is not None and self.calls >= limits.turns:
@@ -131,7 +174,9 @@ class Session:
         if nearest is not None and nearest.record.nearness(ask)[0]:
             return nearest
         number = next(self._numbers)
-        lane = Lane(ProgramId(self.id if number == 1 else f"{self.id}~{number}"), ask, self._home)
+        entrance, self._entrance = self._entrance, None
+        id_ = ProgramId(self.id if number == 1 else f"{self.id}~{number}")
+        lane = Lane(id_, ask, self._home, entrance)
         self._lanes.append((child, lane))
         return lane
 
@@ -140,12 +185,18 @@ class Session:
         idle = sorted((lane for lane in self.lanes if not lane.is_busy), key=lambda lane: lane.used_s)
         for lane in idle if self.is_over else idle[:-_IDLE_PLACES]:
             lane.close()
+        if self.is_over and self._entrance is not None:
+            self._entrance.place.leave()
         if self.terms.purpose is Purpose.SERVE and len(self._lanes) > _SERVED_LANES:
             forgotten = {lane.id for lane in idle[: len(self._lanes) - _SERVED_LANES]}
             self._lanes = [pair for pair in self._lanes if pair[1].id not in forgotten]
         if self.is_over and not self.is_busy and not self._is_told:
             self._is_told = True
             self._ended(self)
+
+
+def _over(id_: ProgramId) -> Refused:
+    return Refused(f"program {id_} is over; begin another one", status=410, code="program_over")
 
 
 def _padded(lane: Lane) -> tuple[Experts | None, ...]:

@@ -7,6 +7,7 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from sostenuto.runtime.dispatcher import Dispatcher
 from sostenuto.runtime.engines.wire import Spans
 from sostenuto.runtime.gateway.flights import Flights
 from sostenuto.runtime.gateway.identity import Identity, Strength
-from sostenuto.runtime.gateway.lane import LaneHome
+from sostenuto.runtime.gateway.lane import Entrance, LaneHome
 from sostenuto.runtime.gateway.replies import Replies
 from sostenuto.runtime.gateway.session import Session
 from sostenuto.runtime.gateway.terms import Terms
@@ -73,7 +74,7 @@ class Sessions:
         dispatcher: Dispatcher,
         running: TaskGroup,
         returning: TaskGroup,
-        books: Books,
+        books: Books | None,
         *,
         prefix: str,
         lifetimes: Lifetimes,
@@ -82,6 +83,8 @@ class Sessions:
         """`prefix` begins the ids of programs; no other gateway of the run has the same.
 
         `running` may be cancelled; in `returning`, what programs held is given back, within a deadline.
+        `books`: None where only programs are there that their owner has opened.
+
         `programs`: how many may be there; more are refused.
         """
         self._dispatcher = dispatcher
@@ -109,9 +112,17 @@ class Sessions:
         """The program that a call is of, where it is here already."""
         return self._residents.get(self._root(identity))
 
-    def open(self, name: str, terms: Terms, *, id_: ProgramId | None = None) -> Resident:
-        """A program of an owner who ends it and keeps its books."""
-        return self._enter(name, Strength.KEY, terms, id_ or self._new_id(), ended=lambda _: None)
+    def open(
+        self,
+        name: str,
+        terms: Terms,
+        *,
+        id_: ProgramId | None = None,
+        entrance: Entrance | None = None,
+    ) -> Resident:
+        """A program of an owner who ends it and keeps its books.  `entrance`: its place, from now on ours."""
+        id_ = id_ or self._new_id()
+        return self._enter(name, Strength.KEY, terms, id_, ended=lambda _: None, entrance=entrance)
 
     async def ask(
         self,
@@ -204,12 +215,22 @@ class Sessions:
 
     def _served(self, name: str, strength: Strength) -> Resident:
         id_ = self._new_id()
-        resident = self._enter(name, strength, Terms(), id_, ended=self._has_served)
-        self._books.begun(id_, GroupId(id_))
+        if self._books is None:
+            raise Refused("nobody is served here but programs that have a key", status=403, code="forbidden")
+        books = self._books
+        resident = self._enter(name, strength, Terms(), id_, ended=partial(_has_served, books))
+        books.begun(id_, GroupId(id_))
         return resident
 
     def _enter(
-        self, name: str, strength: Strength, terms: Terms, id_: ProgramId, *, ended: Callable[[Session], None]
+        self,
+        name: str,
+        strength: Strength,
+        terms: Terms,
+        id_: ProgramId,
+        *,
+        ended: Callable[[Session], None],
+        entrance: Entrance | None = None,
     ) -> Resident:
         if name in self._residents:
             raise Refused(f"program {name!r} is here already; choose another name", status=409)
@@ -220,14 +241,11 @@ class Sessions:
                 code="over_capacity",
                 retry_after_s=1.0,
             )
-        session = Session(id_, terms, self._home(strength), ended=ended)
+        session = Session(id_, terms, self._home(strength, terms), ended=ended, entrance=entrance)
         resident = self._residents[name] = Resident(session, Flights(self._running), strength, name)
         return resident
 
-    def _has_served(self, session: Session) -> None:
-        self._books.ended(session.trajectory(task_id="gateway", outcome=SERVED))
-
-    def _home(self, strength: Strength) -> LaneHome:
+    def _home(self, strength: Strength, terms: Terms) -> LaneHome:
         weak = strength is Strength.WEAK
         return LaneHome(
             admit=self._dispatcher.admit,
@@ -235,6 +253,8 @@ class Sessions:
             give_back=self._give_back,
             around=self._dispatcher.around,
             lease_s=self._lifetimes.weak_hold_s if weak else self._lifetimes.hold_s,
+            routed_experts=terms.routed_experts,
+            total_tokens=terms.limits.total_tokens if terms.limits else None,
         )
 
     def _waits_of(self, program_id: ProgramId) -> dict[str, float]:
@@ -254,3 +274,7 @@ class Sessions:
 
     def _new_id(self) -> ProgramId:
         return ProgramId(f"{self._prefix}/{next(self._numbers)}")
+
+
+def _has_served(books: Books, session: Session) -> None:
+    books.ended(session.trajectory(task_id="gateway", outcome=SERVED))

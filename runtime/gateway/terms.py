@@ -17,6 +17,16 @@ class Terms:
     """Of the sampling noise, where the client gives none; None: another one for each call."""
     limits: Limits | None = None
     """None: those of the model and the engines."""
+    routed_experts: bool = False
+    """Record which experts of a mixture-of-experts model each token was routed to."""
+
+    def is_seed_of(self, ask: Ask) -> bool:
+        """Whether the call's own seed counts.
+
+        Not in training: an agent that asks with the same seed each time would make all members of its group
+        the same.
+        """
+        return ask.seeded and self.purpose is not Purpose.TRAIN
 
     def applied(self, ask: Ask) -> Ask:
         """The call as it is sampled; Refused when these terms do not allow it."""

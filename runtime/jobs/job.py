@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, JsonValue
 
+from sostenuto.envs.agent import Agent
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.registry import environment_ref
 from sostenuto.envs.task import Draw, Tasks
@@ -59,6 +60,11 @@ class _Job:
     def environment(self) -> EnvironmentRef:
         """The environment as it travels; ConfigError for a class that cannot run."""
         return environment_ref(self.env, **self.options)
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether its programs drive themselves."""
+        return issubclass(self.env, Agent)
 
     def model_folder(self) -> Path:
         """ConfigError when the model is not a folder on this machine."""

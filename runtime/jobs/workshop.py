@@ -10,12 +10,14 @@ import anyio
 import anyio.to_thread
 
 from sostenuto.errors import lone_error
+from sostenuto.runtime.agent_runner import AgentRunner
 from sostenuto.runtime.config import RuntimeConfig
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.engine_pool import EnginePool
 from sostenuto.runtime.engines.client import Tap
 from sostenuto.runtime.engines.opened import Ground
 from sostenuto.runtime.engines.suits import Requirements
+from sostenuto.runtime.gateway.opening import open_gateway
 from sostenuto.runtime.jobs.events import JobEvent
 from sostenuto.runtime.journal import Journal, VersionPublished
 from sostenuto.runtime.ledger import Ledger
@@ -24,7 +26,7 @@ from sostenuto.runtime.publishing import Publication, UpdatePolicy
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.renderer import Renderer
-from sostenuto.runtime.rollouts import Rollouts
+from sostenuto.runtime.rollouts import Rollouts, Runner
 from sostenuto.runtime.run_directory import RunDirectory
 from sostenuto.runtime.simulation.traces.recorder import TraceRecorder
 from sostenuto.scheduler.actions import ToolServerJoined
@@ -42,6 +44,9 @@ class Engaging(Protocol):
 
     @property
     def limits(self) -> Limits: ...
+
+    @property
+    def is_agent(self) -> bool: ...
 
     def model_folder(self) -> Path: ...
 
@@ -108,6 +113,20 @@ async def open_workshop(
             premises.engines.begun(crew, dispatcher, ground),
         ):
             premises.journal.write(VersionPublished(version, step=0))
-            rollouts = Rollouts(dispatcher, premises.ledger, premises.journal, trace=trace)
-            with premises.limiting(dispatcher.limit):
-                yield Workshop(premises, renderer, dispatcher, rollouts)
+            async with _runner(dispatcher, folder, premises, job) as runner:
+                rollouts = Rollouts(runner, premises.ledger, premises.journal, trace=trace)
+                with premises.limiting(dispatcher.limit):
+                    yield Workshop(premises, renderer, dispatcher, rollouts)
+
+
+@asynccontextmanager
+async def _runner(
+    dispatcher: Dispatcher, folder: ModelFolder, premises: Premises, job: Engaging
+) -> AsyncGenerator[Runner]:
+    """What drives the job's programs; agents reach the dispatcher through a gateway of the job's own."""
+    if not job.is_agent:
+        yield dispatcher
+        return
+    settings = premises.config.gateway
+    async with open_gateway(dispatcher, folder, None, settings, prefix=f"{job.name}/gateway") as gateway:
+        yield AgentRunner(dispatcher, gateway)

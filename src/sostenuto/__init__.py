@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sostenuto.envs.agent import agent as agent
     from sostenuto.envs.environment import Environment as Environment
     from sostenuto.envs.registry import Registry as Registry
     from sostenuto.envs.task import Draw as Draw
@@ -76,6 +77,7 @@ _HOME = {
     "Trajectory": "records",
     "Version": "types",
     "WarmStart": "runtime.jobs.job",
+    "agent": "envs.agent",
     "so_test": "envs.testing",
     "tool": "tools.decorator",
 }
@@ -112,6 +114,7 @@ __all__ = [
     "Trajectory",
     "Version",
     "WarmStart",
+    "agent",
     "so_test",
     "tool",
 ]

@@ -229,6 +229,16 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelAccess:
+    """How an agent that runs its own loop reaches its model."""
+
+    base_url: str
+    """As SDKs take it, such as http://127.0.0.1:8000/v1."""
+    api_key: str = field(repr=False)
+    """Of its program alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Episode:
     """What a reward function sees: the conversation and how it ended."""
 
@@ -239,6 +249,8 @@ class Episode:
     turns: int = 0
     seed: int = 0
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    model: ModelAccess | None = None
+    """Of a program that has yet to run, in an agent of its own."""
 
     @property
     def answer(self) -> str:
