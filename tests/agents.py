@@ -41,7 +41,7 @@ async def hosting(
 async def until_there(file: Path) -> None:
     """Wait for what an agent notes; a worker that starts on a busy machine takes its time."""
     with anyio.fail_after(60):
-        while not await anyio.Path(file).exists():
+        while not await anyio.Path(file).exists():  # noqa: ASYNC110 - nobody tells
             await anyio.sleep(0.02)
 
 
