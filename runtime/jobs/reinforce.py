@@ -33,7 +33,7 @@ async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
     with lone_error():
         async with (
             TrainerClient(threads=premises.config.trainer.threads) as trainer,
-            open_workshop(premises, job, keep_kv=job.kv_at_update == "keep") as shop,
+            open_workshop(premises, job, keep_kv=job.kv_at_update == "keep", of_agents=job.is_agent) as shop,
         ):
             version = shop.dispatcher.version
             draft = premises.config.engine.draft_model

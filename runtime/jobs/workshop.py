@@ -45,9 +45,6 @@ class Engaging(Protocol):
     @property
     def limits(self) -> Limits: ...
 
-    @property
-    def is_agent(self) -> bool: ...
-
     def model_folder(self) -> Path: ...
 
 
@@ -89,9 +86,12 @@ class Workshop:
 
 @asynccontextmanager
 async def open_workshop(
-    premises: Premises, job: Engaging, *, keep_kv: bool = False
+    premises: Premises, job: Engaging, *, keep_kv: bool = False, of_agents: bool = False
 ) -> AsyncGenerator[Workshop]:
-    """Start the job's engines on its model folder, and a dispatcher on the engines."""
+    """Start the job's engines on its model folder, and a dispatcher on the engines.
+
+    `of_agents`: its programs drive themselves, and find their model behind a gateway of the job's own.
+    """
     config = premises.config
     folder = await anyio.to_thread.run_sync(ModelFolder.open, job.model_folder())
     renderer = await anyio.to_thread.run_sync(open_renderer, folder)
@@ -113,7 +113,7 @@ async def open_workshop(
             premises.engines.begun(crew, dispatcher, ground),
         ):
             premises.journal.write(VersionPublished(version, step=0))
-            async with _runner(dispatcher, folder, premises, job) as runner:
+            async with _runner(dispatcher, folder, premises, job.name, of_agents=of_agents) as runner:
                 rollouts = Rollouts(runner, premises.ledger, premises.journal, trace=trace)
                 with premises.limiting(dispatcher.limit):
                     yield Workshop(premises, renderer, dispatcher, rollouts)
@@ -121,12 +121,11 @@ async def open_workshop(
 
 @asynccontextmanager
 async def _runner(
-    dispatcher: Dispatcher, folder: ModelFolder, premises: Premises, job: Engaging
+    dispatcher: Dispatcher, folder: ModelFolder, premises: Premises, name: str, *, of_agents: bool
 ) -> AsyncGenerator[Runner]:
-    """What drives the job's programs; agents reach the dispatcher through a gateway of the job's own."""
-    if not job.is_agent:
+    if not of_agents:
         yield dispatcher
         return
     settings = premises.config.gateway
-    async with open_gateway(dispatcher, folder, None, settings, prefix=f"{job.name}/gateway") as gateway:
+    async with open_gateway(dispatcher, folder, None, settings, prefix=f"{name}/gateway") as gateway:
         yield AgentRunner(dispatcher, gateway)
