@@ -259,7 +259,7 @@ async def _manned(model: Path, place: Path) -> AsyncGenerator[_Scene]:
         asked = GenerateRequest.model_validate_json(sent).token_ids
         contexts[request_id.rpartition("/")[0]] = [*asked, *reply.token_ids]
 
-    ground = Ground("fleet", model, _V0, EngineSettings(kv_tokens=16384, concurrency=16), place, tap)
+    ground = Ground("fleet", model, _V0, EngineSettings(kv_tokens=16384, concurrency=16), place, place, tap)
     needs = Requirements("random", 512, 512, (), _V0)
     async with (
         open_crew(needs) as crew,

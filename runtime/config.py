@@ -86,6 +86,9 @@ class EngineEntry(Section):
     api_key_file: Path | None = None
     """File with its key, in place of the variable."""
 
+    weights: Path | None = None
+    """Folder that it reads under the same path: new versions are written there.  None: the run directory."""
+
     kv_tokens: int | None = Field(default=None, gt=0)
     """None: as `engine` says, or as the engine itself does where it runs already."""
 
@@ -97,7 +100,9 @@ class EngineEntry(Section):
     @model_validator(mode="after")
     def _says_what_its_kind_needs(self) -> Self:
         embedded = self.kind == "embedded"
-        foreign = ("url", "api_key_env", "api_key_file") if embedded else ("threads", "dtype", "device")
+        foreign = (
+            ("url", "api_key_env", "api_key_file", "weights") if embedded else ("threads", "dtype", "device")
+        )
         if wrong := [name for name in foreign if getattr(self, name) is not None]:
             remedy = "give kind = 'vllm' or 'sglang', or leave it out" if embedded else "start the engine so"
             raise ValueError(f"{wrong[0]} is nothing that an engine of kind {self.kind!r} is told; {remedy}")

@@ -15,7 +15,7 @@ from sostenuto.runtime.config import EngineEntry, RuntimeConfig
 from sostenuto.runtime.crew import Crew, open_crew
 from sostenuto.runtime.dispatcher import Dispatcher
 from sostenuto.runtime.engine_view import EngineView, views_of
-from sostenuto.runtime.engines.opened import Ground, entries_of, source_of
+from sostenuto.runtime.engines.opened import Ground, entries_of, id_of, source_of
 from sostenuto.runtime.engines.suits import Requirements
 
 
@@ -74,7 +74,7 @@ class EnginePool:
                 given.append(post)
         except SostenutoError:
             for post in given:
-                await post.crew.remove(source_of(entry, post.ground).id, within_s=0)
+                await post.crew.remove(id_of(entry, post.ground), within_s=0)
             raise
         self._entries[entry.id] = entry
 
@@ -87,7 +87,7 @@ class EnginePool:
             raise ConfigError(f"engines: {entry_id!r} is the only one; add another one first")
         async with anyio.create_task_group() as group:
             for post in list(self._posts.values()):
-                engine_id = source_of(entry, post.ground).id
+                engine_id = id_of(entry, post.ground)
                 group.start_soon(lambda post=post, name=engine_id: post.crew.remove(name, within_s=within_s))
         del self._entries[entry_id]
 

@@ -20,6 +20,8 @@ class EngineView(BaseModel):
     id: str
     job: str = ""
     kind: str
+    url: str = ""
+    """Where it listens, of one that runs elsewhere."""
     state: str
     """joining, serving, updating, draining, slow, lost or quarantined."""
     reason: str = ""
@@ -66,6 +68,7 @@ def _view(job: str, keeper: Keeper, dispatcher: Dispatcher) -> EngineView:
         id=engine_id,
         job=job,
         kind=keeper.source.kind,
+        url=keeper.source.url,
         state=state,
         reason=reason,
         version=str(dispatcher.serves(engine_id) or ""),

@@ -51,8 +51,12 @@ def show_engines(console: Console, views: Sequence[EngineView]) -> None:
     ):
         table.add_column(name)
     table.add_column("restarts", justify="right")
+    has_urls = any(view.url for view in views)
+    if has_urls:
+        table.add_column("at")
     for view in views:
-        table.add_row(*_cells(view), style=_STYLES.get(view.state, _OTHERWISE))
+        cells = [*_cells(view), view.url] if has_urls else _cells(view)
+        table.add_row(*cells, style=_STYLES.get(view.state, _OTHERWISE))
     console.print(table)
     for view in views:
         if view.reason:

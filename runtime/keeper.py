@@ -117,24 +117,25 @@ class Keeper:
             group.start_soon(watch)
             if self.source.restarts is None:
                 group.start_soon(self._watch_version, opened.engine)
-            ends.append(await self._member_until_lost(opened.engine))
+            ends.append(await self._member_until_lost(opened))
             group.cancel_scope.cancel()
         return ends[0]
 
-    async def _member_until_lost(self, engine: Engine) -> str:
+    async def _member_until_lost(self, opened: Opened) -> str:
         """Join, and again whenever a full update is enough to come back."""
         while True:
-            await self._join(engine)
+            await self._join(opened)
             trouble = await self._dispatcher.until_troubled(self.source.id)
             self._is_lost(trouble.reason)
             self._dispatcher.fleet.lose(self.source.id, trouble.reason)
-            if trouble.is_lost or not await self._is_behind(engine):
+            if trouble.is_lost or not await self._is_behind(opened.engine):
                 return trouble.reason
 
-    async def _join(self, engine: Engine) -> None:
+    async def _join(self, opened: Opened) -> None:
+        engine = opened.engine
         self._needs.check(self.source.id, await engine.capabilities(), promised_tokens=self.promised_tokens)
         while True:
-            facts = await self._bring_up_to_date(engine)
+            facts = await self._bring_up_to_date(opened)
             deployed = self._dispatcher.deployed
             try:
                 await self._dispatcher.join(self.source.id, engine)
@@ -149,25 +150,35 @@ class Keeper:
         self.tried.set()
         _log.info("engine %s serves version %s", self.source.id, facts.version)
 
-    async def _bring_up_to_date(self, engine: Engine) -> Capabilities:
+    async def _bring_up_to_date(self, opened: Opened) -> Capabilities:
         """Give it the deployed version, as a full update that it verifies."""
+        engine = opened.engine
         while True:
             facts = await engine.capabilities()
-            deployed, manifest = self._dispatcher.deployed or self._needs.version, self._dispatcher.manifest
+            deployed = self._dispatcher.deployed or self._needs.version
             if facts.version == str(deployed):
                 return facts
-            if manifest is None:
+            await self._prepare(opened, facts, deployed)
+            try:
+                await engine.commit_update(CommitRequest(version=str(deployed)))
+            except EngineError as error:
+                raise EngineError(f"{error}; does it serve the job's model, {self._needs.model}?") from error
+            if (await engine.capabilities()).version != str(deployed):
                 raise EngineError(
-                    f"engine {self.source.id}: capabilities: it serves version {facts.version}, and "
-                    f"{deployed} is deployed; start it with the job's model"
-                )
-            await engine.prepare_update(manifest)
-            await engine.commit_update(CommitRequest(version=manifest.version))
-            if (await engine.capabilities()).version != manifest.version:
-                raise EngineError(
-                    f"engine {self.source.id}: update to {manifest.version}: it says that it serves another "
+                    f"engine {self.source.id}: update to {deployed}: it says that it serves another "
                     "version; start it again"
                 )
+
+    async def _prepare(self, opened: Opened, facts: Capabilities, deployed: Version) -> None:
+        if (manifest := self._dispatcher.manifest) is not None:
+            await opened.engine.prepare_update(manifest)
+        elif opened.prepare_start is not None:
+            await opened.prepare_start(str(deployed))
+        else:
+            raise EngineError(
+                f"engine {self.source.id}: capabilities: it serves version {facts.version}, and "
+                f"{deployed} is deployed; start it with the job's model"
+            )
 
     async def _is_behind(self, engine: Engine) -> bool:
         """Whether a full update would bring it to what is deployed."""
@@ -179,7 +190,7 @@ class Keeper:
         """One that was started anew by others serves what it was started with."""
         while True:
             await anyio.sleep(_LOOK_S)
-            served = self._dispatcher.serves(self.source.id)
+            served = self._settled_version()
             if served is None:
                 continue
             try:
@@ -188,10 +199,15 @@ class Keeper:
             except (EngineError, TimeoutError) as error:
                 self._dispatcher.fleet.lose(self.source.id, str(error) or f"no answer within {_CALL_S:g} s")
                 continue
-            if served == self._dispatcher.serves(self.source.id) and version != str(served):
+            if served == self._settled_version() and version != str(served):
                 self._dispatcher.fleet.lose(
                     self.source.id, f"it has started anew: it serves version {version} in place of {served}"
                 )
+
+    def _settled_version(self) -> Version | None:
+        """What it has to serve now; None while it takes in another one, and may have either."""
+        gate = self._dispatcher.scheduler.gate
+        return None if gate.publishing is not None else gate.version(self.source.id)
 
     # ---- whether it comes back ----
 

@@ -4,6 +4,7 @@ journal.db        what happened, see runtime/journal.py
 events.jsonl      the same for people and programs that follow along
 checkpoints/      what `Learner.save` writes
 logs/             stderr of the processes
+weights/          versions for engines that read them from disk
 control.sock      what the living runtime says of its engines
 lock              held by the living runtime; its pid is in it
 """
@@ -44,6 +45,10 @@ class RunDirectory:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
 
     @property
     def control(self) -> Path:

@@ -24,7 +24,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from fakes_sglang_core import CONTEXT, VOCABULARY, Core, Req, weights_of
+from fakes_sglang_core import CONTEXT, Core, Req, vocabulary_of, weights_of
 
 EXPERTS, LAYERS = 2, 3
 _lives = count(1)
@@ -66,12 +66,14 @@ class FakeSGLang:
     has_checker: bool = True
 
     def __post_init__(self) -> None:
-        self.core = Core(weights_of(self.folder), self.version)
+        self.core = Core(weights_of(self.folder), self.version, vocabulary_of(self.folder))
         self.start_again()
 
     def start_again(self) -> None:
         """A new life with the weights it was started with."""
-        self.core = Core(weights_of(self.folder), self.version, concurrency=self.core.concurrency)
+        self.core = Core(
+            weights_of(self.folder), self.version, self.core.vocabulary, concurrency=self.core.concurrency
+        )
         self.core.eos_stops = False
         self._states: dict[str, _State] = {}
         self._open = asyncio.Event()
@@ -156,7 +158,7 @@ class FakeSGLang:
 
     def _refusal(self, body: dict[str, Any]) -> str:
         tokens, limit = body["input_ids"], CONTEXT + 6
-        if any(not 0 <= token < VOCABULARY for token in tokens):
+        if any(not 0 <= token < self.core.vocabulary for token in tokens):
             raise AssertionError("the real server's scheduler dies of this")
         if body["rid"] in self._states:
             return f"Duplicate request ID detected: {body['rid']}"

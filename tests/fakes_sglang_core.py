@@ -4,6 +4,7 @@ The next token's distribution depends on the weights and on the last tokens, so 
 stale KV are visible in what comes out.
 """
 
+import json
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +21,9 @@ SEEN = 4
 """How many tokens the toy model looks back."""
 
 
-def logits(weights: int, context: list[int]) -> NDArray[np.float64]:
+def logits(weights: int, context: list[int], size: int = VOCABULARY) -> NDArray[np.float64]:
     key = zlib.crc32(np.asarray(context[-SEEN:], dtype=np.int32).tobytes(), weights & 0xFFFFFFFF)
-    values = np.random.default_rng(key).normal(size=VOCABULARY) * 2
+    values = np.random.default_rng(key).normal(size=size) * 2
     values[EOS] = -20.0
     return values
 
@@ -30,6 +31,10 @@ def logits(weights: int, context: list[int]) -> NDArray[np.float64]:
 def log_softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
     shifted = values - values.max()
     return shifted - np.log(np.exp(shifted).sum())
+
+
+def vocabulary_of(folder: Path) -> int:
+    return json.loads((folder / "config.json").read_text())["vocab_size"]
 
 
 def weights_of(folder: Path) -> int:
@@ -97,6 +102,7 @@ class Core:
 
     weights: int
     version: str
+    vocabulary: int = VOCABULARY
     concurrency: int = 4
     pool: int = 4096
     eos_stops: bool = True
@@ -174,7 +180,7 @@ class Core:
         entries: list[list[Any]] = [[None, tokens[first], None]]
         tops: list[Any] = [None]
         for i in range(first + 1, len(tokens)):
-            row = log_softmax(logits(self.weights, tokens[:i]))
+            row = log_softmax(logits(self.weights, tokens[:i], self.vocabulary))
             entries.append([float(row[tokens[i]]), tokens[i], None])
             best = np.argsort(-row)[: req.body.get("top_logprobs_num") or 0]
             tops.append([[float(row[j]), int(j), None] for j in best])
@@ -216,7 +222,7 @@ class Core:
             req.finish = req.finish or {"type": "length", "length": len(req.output)}
             return
         temperature = params.get("temperature", 1.0)
-        values = self._penalised(req, logits(self.weights, req.context))
+        values = self._penalised(req, logits(self.weights, req.context, self.vocabulary))
         greedy, temperature = temperature == 0, temperature or 1.0
         logprobs = log_softmax(values / (1.0 if self.original_logprobs else temperature))
         drawn_from = log_softmax(values / temperature)
@@ -236,7 +242,7 @@ class Core:
         req.finish = self._finished(req, token)
 
     def _penalised(self, req: Req, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        counts = np.bincount(req.output, minlength=VOCABULARY)
+        counts = np.bincount(req.output, minlength=self.vocabulary)
         values = values - req.params.get("presence_penalty", 0.0) * (counts > 0)
         values = values - req.params.get("frequency_penalty", 0.0) * counts
         if req.params.get("regex") == "[ab]+":
@@ -248,9 +254,9 @@ class Core:
     ) -> NDArray[np.int64]:
         order = np.argsort(-logprobs)
         top_k = 1 if greedy else params.get("top_k", -1)
-        top_k = VOCABULARY if top_k == -1 else top_k
+        top_k = self.vocabulary if top_k == -1 else top_k
         before = np.cumsum(np.exp(logprobs[order])) - np.exp(logprobs[order])
-        kept = (np.arange(VOCABULARY) < top_k) & (before <= params.get("top_p", 1.0))
+        kept = (np.arange(self.vocabulary) < top_k) & (before <= params.get("top_p", 1.0))
         likely = logprobs[order] >= logprobs.max() + np.log(max(params.get("min_p", 0.0), 1e-30))
         return order[kept & likely & np.isfinite(logprobs[order])]
 

@@ -22,7 +22,7 @@ import numpy as np
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from fakes_vllm_model import END, VOCABULARY, FakeCache, Floats, logprobs_after, weights_of
+from fakes_vllm_model import END, FakeCache, Floats, logprobs_after, vocabulary_of, weights_of
 
 Body = dict[str, Any]
 
@@ -76,6 +76,7 @@ class FakeVllm:
     version: str = "default"
     paused: str = ""
     weights: int = 0
+    vocabulary: int = 0
     broken: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = field(
         default_factory=dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]
     )
@@ -89,7 +90,14 @@ class FakeVllm:
     )
 
     def __post_init__(self) -> None:
-        self.weights = weights_of(self.folder)
+        self.weights, self.vocabulary = weights_of(self.folder), vocabulary_of(self.folder)
+
+    def start_again(self) -> None:
+        """A new life with the weights it was started with."""
+        self.weights, self.version, self.paused = weights_of(self.folder), "default", ""
+        self.started += 1
+        self.cache.held.clear()
+        self.counts = dict.fromkeys(self.counts, 0)
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._between])
@@ -297,14 +305,16 @@ class FakeVllm:
     def _step(self, running: Running) -> Body:
         sampling, context = running.sampling, running.token_ids + running.sampled
         temperature = sampling["temperature"]
-        drawn = logprobs_after(self.weights, context[-1], temperature)
+        drawn = logprobs_after(self.weights, context[-1], temperature, self.vocabulary)
         if grammar := sampling.get("structured_outputs"):
             drawn = _allowed(drawn, END if running.sampled else re.compile(grammar["regex"]))
-        noise = np.random.default_rng([sampling.get("seed", 0), len(running.sampled)]).gumbel(size=VOCABULARY)
+        noise = np.random.default_rng([sampling.get("seed", 0), len(running.sampled)]).gumbel(
+            size=self.vocabulary
+        )
         if (kept := sampling.get("top_k") or 0) > 0:
             drawn = np.where(drawn >= np.sort(drawn)[-kept], drawn, -np.inf)
         token = int(np.argmax(drawn + noise if temperature else drawn))
-        told = drawn if self.processed else logprobs_after(self.weights, context[-1])
+        told = drawn if self.processed else logprobs_after(self.weights, context[-1], size=self.vocabulary)
         running.sampled.append(token)
         self.counts["generated"] += 1
         if not running.spans or running.spans[-1][0] != self.version:
@@ -317,7 +327,7 @@ class FakeVllm:
     def _prompt_logprobs(self, token_ids: list[int], count: int) -> list[Body | None]:
         entries: list[Body | None] = [None]
         for before, token in itertools.pairwise(token_ids):
-            values = logprobs_after(self.weights, before)
+            values = logprobs_after(self.weights, before, size=self.vocabulary)
             wanted = {token, *(int(other) for other in np.argsort(-values)[:count])}
             entries.append({str(other): {"logprob": float(values[other])} for other in wanted})
         return entries
@@ -326,7 +336,7 @@ class FakeVllm:
 def _allowed(logprobs: Floats, only: int | re.Pattern[str]) -> Floats:
     """Of what is left when one number is to match, or one token."""
     is_left = [token == only if isinstance(only, int) else bool(only.fullmatch(str(token)))
-               for token in range(VOCABULARY)]  # fmt: skip
+               for token in range(len(logprobs))]  # fmt: skip
     left = np.where(is_left, logprobs, -np.inf)
     return left - np.log(np.exp(left).sum())
 

@@ -26,9 +26,13 @@ def weights_of(folder: Path) -> int:
     return zlib.crc32(b"".join(parts))
 
 
-def logprobs_after(weights: int, token: int, temperature: float = 1.0) -> Floats:
+def vocabulary_of(folder: Path) -> int:
+    return json.loads((folder / "config.json").read_text())["vocab_size"]
+
+
+def logprobs_after(weights: int, token: int, temperature: float = 1.0, size: int = VOCABULARY) -> Floats:
     """Of every token that may follow `token`."""
-    logits = np.random.default_rng([weights, token]).normal(size=VOCABULARY) * 2 / (temperature or 1.0)
+    logits = np.random.default_rng([weights, token]).normal(size=size) * 2 / (temperature or 1.0)
     return logits - np.log(np.exp(logits).sum())
 
 

@@ -144,6 +144,22 @@ async def test_one_that_was_started_anew_between_two_looks_is_brought_up_to_date
         assert b.did == ["start", "prepare 0.1", "commit 0.1"]
 
 
+async def test_one_elsewhere_that_serves_a_version_before_it_has_verified_it_is_not_taken_for_another():
+    (a,) = replicas(1)
+
+    class Thorough(Replica):
+        async def commit_update(self, request: CommitRequest) -> CommitReply:
+            reply = await super().commit_update(request)
+            await anyio.sleep(20)
+            return reply
+
+    b = Thorough(SCRIPT)
+    async with manned(ours("a", a), elsewhere("b", b)) as crowd:
+        await crowd.crew.dispatcher.publish(manifest("0.1"))
+        assert crowd.crew.dispatcher.serves(EngineId("b")) == V1
+        assert crowd.crew.keepers[1].restarts == 0
+
+
 async def test_what_is_sampled_with_older_weights_than_were_asked_is_thrown_away():
     (a,) = replicas(1)
     done: list[Trajectory] = []

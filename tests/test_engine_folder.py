@@ -53,6 +53,22 @@ def test_tensors_of_every_type_keep_their_bytes(model: Path, tmp_path: Path):
         assert str(tensor.dtype) == f"torch.{name.removeprefix('in_')}"
 
 
+def test_the_models_own_weights_are_a_version_without_a_copy(model: Path, tmp_path: Path):
+    folders = WeightFolders(tmp_path / "out", model)
+    place = folders.adopt("0.0")
+    assert {file.name for file in place.iterdir()} == {file.name for file in model.iterdir()}
+    assert (place / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    folders.keep("0.1")
+    assert not place.exists()
+    assert (model / "model.safetensors").exists()
+
+
+def test_a_model_without_weights_is_no_version(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(EngineError, match=r"model: has no \*.safetensors; save the model's weights as such"):
+        WeightFolders(tmp_path / "out", tmp_path / "model").adopt("0.0")
+
+
 def test_a_byte_that_changed_on_the_way_leaves_no_folder(model: Path, manifest: Manifest, tmp_path: Path):
     content = bytearray(Path(manifest.path).read_bytes())
     content[-1] ^= 1

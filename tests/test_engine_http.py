@@ -197,3 +197,15 @@ def test_an_event_without_end_is_an_error():
     assert reader.feed(b"data: " + b"x" * 900, "e0") == []
     with pytest.raises(EngineError, match="over 1000 bytes"):
         reader.feed(b"x" * 200, "e0")
+
+
+async def test_who_is_cancelled_leaves_no_open_connection():
+    async with served(says('{"count": 1}')) as http:
+        other = EngineHttp(EngineId("e1"), http.url, kind="test")
+        with anyio.CancelScope() as scope:
+            async with other:
+                await other.get("/")
+                scope.cancel()
+                await anyio.lowlevel.checkpoint()
+        with pytest.raises(EngineError, match="the client is not open"):
+            await other.get("/")

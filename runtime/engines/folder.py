@@ -63,6 +63,28 @@ class WeightFolders:
             shutil.rmtree(part, ignore_errors=True)
         return place
 
+    def adopt(self, version: str) -> Path:
+        """The served model's own weights as a version, without a copy where the disk is the same.
+
+        EngineError names the folder when it has none that an engine could load, or no room is left.
+        """
+        place, part = self.place(version), self.place(f"{version}.part")
+        if not any(self._model.glob("*.safetensors")):
+            raise EngineError(f"{self._model}: has no *.safetensors; save the model's weights as such there")
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            for file in self._model.iterdir():
+                if file.is_file():
+                    _link_or_copy(file, part / file.name)
+            shutil.rmtree(place, ignore_errors=True)
+            part.rename(place)
+        except OSError as error:
+            raise EngineError(f"{part}: {error.strerror}; free some, or name another directory") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        return place
+
     def keep(self, *versions: str) -> None:
         """Remove every other version's folder."""
         kept = {self.place(version) for version in versions}
@@ -74,6 +96,14 @@ class WeightFolders:
         for file in self._model.iterdir():
             if file.is_file() and not file.name.endswith(_LEFT_BEHIND):
                 shutil.copyfile(file, place / file.name)
+
+
+def _link_or_copy(file: Path, place: Path) -> None:
+    try:
+        place.hardlink_to(file.resolve())
+    except OSError:
+        # Another disk, another owner, or a file system without links.
+        shutil.copyfile(file, place)
 
 
 def write_safetensors(manifest: Manifest, path: Path) -> None:

@@ -125,8 +125,11 @@ class EngineHttp:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        session, self._session = self._session, None
+        if session is not None:
+            # Who is cancelled still closes it: nobody else will.
+            with anyio.CancelScope(shield=True):
+                await session.close()
 
     async def get(
         self, route: str, *, query: Mapping[str, str] | None = None, within_s: float | None = None

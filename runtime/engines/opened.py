@@ -1,8 +1,8 @@
 """From an entry of the configuration to an engine that can be opened, any number of times.
 
 An embedded engine is started anew each time, with the weights of the job's model folder; one that runs
-already is connected to.  In either case it may serve another version than the one that is deployed:
-whoever opens it sees to that.
+already is connected to, and has to be given them.  In either case it may serve another version than the one
+that is deployed: whoever opens it sees to that.
 """
 
 import os
@@ -12,11 +12,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from pathlib import Path
 
-from sostenuto.errors import ConfigError
+import anyio
+
 from sostenuto.runtime.config import EngineEntry, EngineSettings, RuntimeConfig
 from sostenuto.runtime.engines.client import Tap, launch_embedded
 from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
 from sostenuto.runtime.engines.protocol import Engine
+from sostenuto.runtime.engines.reached import key_of, reach
 from sostenuto.types import EngineId, Version
 
 _SOCKET = "engine.sock"
@@ -31,6 +33,8 @@ class Opened:
     engine: Engine
     ended: Callable[[], Awaitable[str]]
     """Returns why, once its process has ended; of one that is not ours, never."""
+    prepare_start: Callable[[str], Awaitable[None]] | None = None
+    """Prepares the weights of the model's folder as this version.  None: it was started with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class Source:
     """EngineError when it does not serve."""
     restarts: int | None
     """How often it is opened again within ten minutes.  None: it is not ours to start, and waited for."""
+    url: str = ""
+    """Where it listens, of one that is not ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ class Ground:
     settings: EngineSettings
     """Of embedded engines whose entry says nothing else."""
     logs: Path
+    weights: Path
+    """Folder for versions that engines read from disk, where their entries name no other."""
     tap: Tap | None = None
 
 
@@ -78,17 +86,31 @@ def _numbered(entry: EngineEntry, taken: set[str]) -> EngineEntry:
     return entry.model_copy(update={"id": name})
 
 
+def id_of(entry: EngineEntry, ground: Ground) -> EngineId:
+    """Its name within the run."""
+    return EngineId(f"{ground.job}-{entry.id}")
+
+
 def source_of(entry: EngineEntry, ground: Ground) -> Source:
-    """How the engine is opened; ConfigError for one that cannot be."""
-    if entry.kind != "embedded":
-        raise ConfigError(f"engines: {entry.id}: there is no adapter for kind {entry.kind!r}")
-    engine_id = EngineId(f"{ground.job}-{entry.id}")
-    return Source(
-        id=engine_id,
-        kind=entry.kind,
-        open=lambda: _launched(engine_id, entry, ground),
-        restarts=ground.settings.restarts,
-    )
+    """How the engine is opened; ConfigError for one whose key is not there."""
+    engine_id = id_of(entry, ground)
+    if entry.kind == "embedded":
+        restarts = ground.settings.restarts
+        return Source(engine_id, entry.kind, lambda: _launched(engine_id, entry, ground), restarts)
+    key, model = key_of(entry), ground.folder.absolute()
+    weights = (entry.weights or ground.weights).absolute() / entry.id
+
+    @asynccontextmanager
+    async def reached() -> AsyncGenerator[Opened]:
+        async with reach(engine_id, entry, key, model, weights) as engine:
+            yield Opened(engine, _never, engine.prepare_start)
+
+    return Source(engine_id, entry.kind, reached, None, entry.url or "")
+
+
+async def _never() -> str:
+    await anyio.sleep_forever()
+    raise AssertionError
 
 
 @asynccontextmanager

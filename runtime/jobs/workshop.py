@@ -97,7 +97,8 @@ async def open_workshop(
     renderer = await anyio.to_thread.run_sync(open_renderer, folder)
     trace = TraceRecorder(config.trace) if config.trace else None
     version = premises.new_version()
-    ground = Ground(job.name, folder.path, version, config.engine, premises.run.logs, premises.tap)
+    run = premises.run
+    ground = Ground(job.name, folder.path, version, config.engine, run.logs, run.weights, premises.tap)
     needs = Requirements.of(folder, version, job.limits.total_tokens)
     with lone_error():
         async with (

@@ -20,6 +20,7 @@ import anyio
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.flights import Flight, Flights, waiting_for_it, without_tokens
 from sostenuto.runtime.engines.http import EngineHttp, HttpRefusal
+from sostenuto.runtime.engines.sameness import check_same_model
 from sostenuto.runtime.engines.sglang.bodies import (
     Place,
     generate_body,
@@ -37,6 +38,7 @@ from sostenuto.runtime.engines.sglang.streaming import Stream
 from sostenuto.runtime.engines.sglang.transports import Transport
 from sostenuto.runtime.engines.sglang.updating import Updating
 from sostenuto.runtime.engines.telling import Telling
+from sostenuto.runtime.engines.terms import AS_IT_SAYS, UNKNOWN, Terms
 from sostenuto.runtime.engines.wire import (
     Capabilities,
     CommitReply,
@@ -90,6 +92,7 @@ class SGLangEngine:
         transport: Transport,
         keys: Keys = Keys(),
         deadlines: Deadlines = Deadlines(),
+        terms: Terms = AS_IT_SAYS,
     ) -> None:
         """`model`: the folder of the served model."""
         self.engine_id = engine_id
@@ -100,7 +103,11 @@ class SGLangEngine:
         self._folder = model
         self._deadlines = deadlines
         self._pausing = Pausing(self._admin, self._drained)
-        self._updating = Updating(self._admin, self._pausing, transport, within_s=deadlines.update_s)
+        self._terms = terms
+        self._updating = Updating(
+            self._admin, self._pausing, transport,
+            within_s=deadlines.update_s, start_is_known=terms.start_is_known,
+        )  # fmt: skip
         self._flights = Flights()
         self._names = Names()
         self._sessions = Sessions(self._names)
@@ -125,17 +132,20 @@ class SGLangEngine:
         """What the server is and can do; tried with small requests once in each of its lives."""
         if self._facts is not None and self._updating.is_swapping:
             # Its scheduler answers nothing while it loads; the update has deadlines of its own.
-            return self._facts.capabilities(self._version)
+            return self._said(self._facts)
         async with self._learning:
             model, server = await look(self._http)
             if self._facts is None or self._facts.server.started != server.started:
-                self._checks.version(model.weight_version)
+                check_same_model(model.model_path, self._folder, self._http.where("/model_info"))
+                if self._terms.start_is_known:
+                    self._checks.version(model.weight_version)
                 self._facts = await self._try_out(server)
                 self._begin_life(model.weight_version)
-            self._check_believed()
-            self._checks.version(model.weight_version)
-            self._version = model.weight_version
-            return self._facts.capabilities(self._version)
+            if self._updating.is_known:
+                self._check_believed()
+                self._checks.version(model.weight_version)
+            self._version = model.weight_version if self._updating.is_known else UNKNOWN
+            return self._said(self._facts)
 
     async def load(self) -> Load:
         facts = await self._known()
@@ -195,6 +205,10 @@ class SGLangEngine:
     async def prepare_update(self, manifest: Manifest) -> None:
         """Write the new weights where the server can read them; decoding goes on."""
         await self._updating.prepare(manifest.of_model)
+
+    async def prepare_start(self, version: str) -> None:
+        """The weights of `model` itself, as this version; the server reads them at the next commit."""
+        await self._updating.prepare_start(version)
 
     async def commit_update(self, request: CommitRequest) -> CommitReply:
         """Swap to the prepared version between two steps.
@@ -332,6 +346,9 @@ class SGLangEngine:
         within_s = self._deadlines.update_s
         return await try_out(self._http, server, self._names, self._folder, within_s=within_s)
 
+    def _said(self, facts: Facts) -> Capabilities:
+        return self._terms.applied_to(facts.capabilities(self._version))
+
     def _begin_life(self, version: str) -> None:
         self._updating.restarted()
         self._namespace, self._version = version, version
@@ -356,10 +373,9 @@ class SGLangEngine:
             await anyio.sleep(_POLL_S)
 
     def _check_believed(self) -> None:
-        if self._updating.doubt:
+        if why := self._updating.disbelief:
             raise self._checks.error(
-                f"nothing it samples is believed: {self._updating.doubt}; "
-                "publish a whole version, or start it again"
+                f"nothing it samples is believed: {why}; publish a whole version, or start it again"
             )
 
     async def _lacks(self, feature: Feature, program_id: ProgramId) -> None:

@@ -37,6 +37,10 @@ class Transport(Protocol):
         """Whatever can be done while the server decodes."""
         ...
 
+    async def prepare_start(self, version: str) -> None:
+        """The same for the weights of the model's own folder, as this version."""
+        ...
+
     async def load(self, admin: EngineHttp, version: str, within_s: float) -> None:
         """Load what was prepared; the server stands still.  EngineError leaves the weights unknown."""
         ...
@@ -64,9 +68,12 @@ class Disk:
     async def prepare(self, manifest: Manifest) -> None:
         await anyio.to_thread.run_sync(self._folders.write, manifest)
 
+    async def prepare_start(self, version: str) -> None:
+        await anyio.to_thread.run_sync(self._folders.adopt, version)
+
     async def load(self, admin: EngineHttp, version: str, within_s: float) -> None:
         body = {
-            "model_path": str(self._folders.place(version)),
+            "model_path": str(self._folders.place(version).absolute()),
             "load_format": "safetensors",
             "abort_all_requests": False,
             "flush_cache": False,
@@ -124,6 +131,10 @@ class Distributed:
     async def prepare(self, manifest: Manifest) -> None:
         await anyio.lowlevel.checkpoint()
         self._manifest = manifest
+
+    async def prepare_start(self, version: str) -> None:
+        await anyio.lowlevel.checkpoint()
+        raise EngineError(f"version {version}: no sender has the model's own folder; use the transport Disk")
 
     async def load(self, admin: EngineHttp, version: str, within_s: float) -> None:
         assert self._manifest is not None

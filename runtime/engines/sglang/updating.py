@@ -7,8 +7,7 @@
   folder again.  From then on nothing that the engine samples is believed, until a whole version is verified.
 """
 
-from dataclasses import dataclass
-from zlib import crc32
+from collections.abc import Awaitable, Callable
 
 import anyio
 from pydantic import BaseModel, ConfigDict
@@ -18,6 +17,7 @@ from sostenuto.runtime.engines.http import EngineHttp, HttpRefusal
 from sostenuto.runtime.engines.sglang.facts import ModelInfo
 from sostenuto.runtime.engines.sglang.pausing import Pausing
 from sostenuto.runtime.engines.sglang.transports import Transport
+from sostenuto.runtime.engines.verifying import Prepared, Surface, Verifier
 from sostenuto.runtime.engines.wire import CommitRequest, PauseMode
 from sostenuto.trainer.publication.manifest import Manifest
 
@@ -32,26 +32,34 @@ class _Checked(BaseModel):
     per_engine_checksum: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    """What was loaded, as its sender and as the engine sums it up."""
-
-    sent: int
-    loaded: str | None
+_SURFACE = Surface(
+    label="/model_info",
+    label_of=lambda answer: answer.read(ModelInfo).weight_version,
+    checker="/weights_checker",
+    sum_of=lambda answer: answer.read(_Checked).per_engine_checksum,
+)
 
 
 class Updating:
     """Of one server."""
 
-    def __init__(self, admin: EngineHttp, pausing: Pausing, transport: Transport, *, within_s: float) -> None:
+    def __init__(
+        self,
+        admin: EngineHttp,
+        pausing: Pausing,
+        transport: Transport,
+        *,
+        within_s: float,
+        start_is_known: bool,
+    ) -> None:
         """`within_s`: of each call that moves weights, and of waiting until nothing runs."""
         self._admin = admin
         self._pausing = pausing
         self._transport = transport
         self._within_s = within_s
         self._turn = anyio.Lock()
-        self._prepared: Manifest | None = None
-        self._last: _Sum | None = None
+        self._prepared: Prepared | None = None
+        self._verifier = Verifier(admin, _SURFACE, within_s=within_s, start_is_known=start_is_known)
         self.doubt = ""
         """Why its weights are not known; empty while they are."""
         self.is_swapping = False
@@ -59,11 +67,28 @@ class Updating:
         """Whether it may serve either version."""
         self.updates = 0
 
+    @property
+    def is_known(self) -> bool:
+        """False while it serves what others have started it with, and that is not known."""
+        return self._verifier.is_known
+
+    @property
+    def disbelief(self) -> str:
+        """Why nothing that it samples is believed; empty where it is."""
+        return self.doubt or ("" if self.is_known else "nobody knows the weights it was started with")
+
     async def prepare(self, manifest: Manifest) -> None:
+        await self._prepare(Prepared(manifest.version, manifest), lambda: self._transport.prepare(manifest))
+
+    async def prepare_start(self, version: str) -> None:
+        """The weights of the model's own folder."""
+        await self._prepare(Prepared(version, None), lambda: self._transport.prepare_start(version))
+
+    async def _prepare(self, prepared: Prepared, prepare: Callable[[], Awaitable[None]]) -> None:
         async with self._turn:
             self._prepared = None
-            await self._transport.prepare(manifest)
-            self._prepared = manifest
+            await prepare()
+            self._prepared = prepared
 
     async def abandon(self, version: str) -> None:
         async with self._turn:
@@ -74,15 +99,15 @@ class Updating:
     async def commit(self, request: CommitRequest) -> float:
         """Swap to the prepared version; how long the engine stood still, in seconds."""
         async with self._turn:
-            manifest = self._prepared
-            if manifest is None or manifest.version != request.version:
+            prepared = self._prepared
+            if prepared is None or prepared.version != request.version:
                 where = self._admin.where("commit_update")
                 raise EngineError(f"{where}: version {request.version} is not prepared; prepare it first")
             began_s, self.is_under_way = anyio.current_time(), True
             try:
-                await self._take_in(manifest, is_recomputed=request.running == "recompute")
+                await self._take_in(prepared, is_recomputed=request.running == "recompute")
                 stood_s = anyio.current_time() - began_s
-                await self._transport.served(manifest.version)
+                await self._transport.served(prepared.version)
             finally:
                 self.is_under_way = False
             return stood_s
@@ -108,21 +133,22 @@ class Updating:
 
     def restarted(self) -> None:
         """The server is a new one, with the weights that it was started with."""
-        self.doubt, self._last = "", None
+        self.doubt = ""
+        self._verifier.restarted()
         self._transport.restarted()
 
-    async def _take_in(self, manifest: Manifest, *, is_recomputed: bool) -> None:
+    async def _take_in(self, prepared: Prepared, *, is_recomputed: bool) -> None:
         async with self._pausing.standing_still(PauseMode.RETRACT if is_recomputed else PauseMode.KEEP):
             if is_recomputed:
                 await self.flush()
-            await self._swap(manifest)
+            await self._swap(prepared)
 
-    async def _swap(self, manifest: Manifest) -> None:
-        version = manifest.version
+    async def _swap(self, prepared: Prepared) -> None:
+        version = prepared.version
         self.is_swapping = True
         try:
             await self._load(version)
-            await self._verify(manifest)
+            await self._verifier.verify(prepared)
         except BaseException as error:
             # Also a cancelled call leaves nobody who knows what is loaded.
             reason = str(error) or "it was given up"
@@ -142,32 +168,3 @@ class Updating:
             # The weights are new and only the label is missing; KV was to stay, or is flushed already.
             label = {"new_version": version, "abort_all_requests": False}
             await self._admin.post("/update_weight_version", label)
-
-    async def _verify(self, manifest: Manifest) -> None:
-        label = (await self._admin.get("/model_info")).read(ModelInfo).weight_version
-        if label != manifest.version:
-            where = self._admin.where("/model_info")
-            raise EngineError(f"{where}: it serves {label} after the update to {manifest.version}")
-        sent = crc32("".join(f"{entry.name} {entry.checksum} " for entry in manifest.tensors).encode())
-        now = _Sum(sent, await self._checksum())
-        before, self._last = self._last, now
-        if before is None or None in (before.loaded, now.loaded):
-            return
-        is_same = before.sent == now.sent
-        if is_same != (before.loaded == now.loaded):
-            raise EngineError(
-                f"{self._admin.where('/weights_checker')}: checksum {before.loaded} became {now.loaded}, "
-                f"but the tensors that were sent {'are the same' if is_same else 'differ'}"
-            )
-
-    async def _checksum(self) -> str | None:
-        """Over all tensors of the engine; None where it has no checker."""
-        try:
-            answer = await self._admin.post(
-                "/weights_checker", {"action": "checksum"}, within_s=self._within_s
-            )
-        except HttpRefusal as refusal:
-            if refusal.status in (400, 404, 405, 500):
-                return None
-            raise
-        return answer.read(_Checked).per_engine_checksum

@@ -14,8 +14,8 @@ class Checks:
     """Of one engine; `where` names it."""
 
     where: str
-    unlabelled: str
-    """The version of weights that vLLM was started with."""
+    unlabelled: str | None
+    """The version of weights that vLLM was started with; None: nobody knows."""
 
     def generate(self, request: GenerateRequest, facts: Facts, *, served: str) -> None:
         self.features(missing(request, facts.features), facts)
@@ -55,6 +55,8 @@ class Checks:
     def version(self, label: str) -> str:
         """What a label of the server means."""
         if label == UNLABELLED:
+            if self.unlabelled is None:
+                raise self.error("its weights have no version; was it started anew? Update it")
             return self.unlabelled
         try:
             return str(Version.parse(label))

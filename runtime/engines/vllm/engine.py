@@ -26,6 +26,7 @@ from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.flights import Flight, Flights, waiting_for_it, without_tokens
 from sostenuto.runtime.engines.http import EngineHttp, HttpRefusal
 from sostenuto.runtime.engines.telling import Telling
+from sostenuto.runtime.engines.terms import AS_IT_SAYS, UNKNOWN, Terms
 from sostenuto.runtime.engines.vllm.bodies import Place, engine_ids, generate_body, score_body
 from sostenuto.runtime.engines.vllm.checks import Checks
 from sostenuto.runtime.engines.vllm.facts import UNLABELLED, Facts, Route
@@ -74,9 +75,10 @@ class Served:
     name: str | None = None
     """Of the model; None: the only one."""
     version: str = "0.0"
-    """Of the weights that it was started with."""
+    """Of the weights that it was started with, where these are known."""
     any_release: bool = False
     """Also a release of vLLM that this adapter was not read from."""
+    terms: Terms = AS_IT_SAYS
 
 
 class VllmEngine:
@@ -102,12 +104,17 @@ class VllmEngine:
         self._deadlines = deadlines
         self._served = served
         self._pausing = Pausing(self._http, finish_s=deadlines.update_s)
+        known = served.terms.start_is_known
+        self._unlabelled = served.version if known else UNKNOWN
         self._updating = Updating(
-            self._http, self._pausing, transport, within_s=deadlines.update_s, forsake=self._forsake_all
-        )
+            self._http, self._pausing, transport,
+            within_s=deadlines.update_s, start_is_known=known, forsake=self._forsake_all,
+        )  # fmt: skip
         self._flights = Flights()
         self._prefix, self._count = secrets.token_hex(4), count()
-        self._checks = Checks(f"engine {engine_id} (vllm at {self._http.url})", served.version)
+        self._checks = Checks(
+            f"engine {engine_id} (vllm at {self._http.url})", served.version if known else None
+        )
         self._learning = anyio.Lock()
         self._facts: Facts | None = None
         self._version = ""
@@ -128,11 +135,11 @@ class VllmEngine:
             if facts is None or (await self._metrics()).started != facts.server.started:
                 facts = await self._learn()
             label = await self._label(facts)
-            if label == UNLABELLED and self._version != self._served.version:
+            if label == UNLABELLED and self._version != self._unlabelled:
                 # Another life of a server that does not tell when it was started.
-                self._begin_life(self._served.version)
-            self._version = self._checks.version(label)
-            return facts.capabilities(self._version)
+                self._begin_life(self._unlabelled)
+            self._version = self._version_of(label)
+            return self._served.terms.applied_to(facts.capabilities(self._version))
 
     async def load(self) -> Load:
         facts, metrics = await self._known(), await self._metrics()
@@ -195,6 +202,11 @@ class VllmEngine:
         """Write the new weights where the server can read them; decoding goes on."""
         self._checks.features(await self._lacking(Feature.UPDATE), await self._known())
         await self._updating.prepare(manifest.of_model)
+
+    async def prepare_start(self, version: str) -> None:
+        """The weights of `model` itself, as this version; the server reads them at the next commit."""
+        self._checks.features(await self._lacking(Feature.UPDATE), await self._known())
+        await self._updating.prepare_start(version)
 
     async def commit_update(self, request: CommitRequest) -> CommitReply:
         """Swap to the prepared version between two steps.
@@ -318,13 +330,16 @@ class VllmEngine:
     async def _learn(self) -> Facts:
         server = await look(self._http, self._served.name, any_release=self._served.any_release)
         facts = await try_out(self._http, server, self._folder, within_s=self._deadlines.update_s)
-        self._begin_life(self._checks.version(await self._label(facts)))
+        self._begin_life(self._version_of(await self._label(facts)))
         self._facts = facts
         return facts
 
     def _begin_life(self, version: str) -> None:
         self._updating.restarted()
         self._version, self._namespace = version, version
+
+    def _version_of(self, label: str) -> str:
+        return self._checks.version(label) if self._updating.is_known else UNKNOWN
 
     async def _metrics(self) -> Metrics:
         answer = await self._http.get("/metrics")
@@ -349,8 +364,7 @@ class VllmEngine:
         return f"{self._prefix}-{next(self._count)}-{name}"
 
     def _check_believed(self) -> None:
-        if self._updating.doubt:
+        if why := self._updating.disbelief:
             raise self._checks.error(
-                f"nothing it samples is believed: {self._updating.doubt}; "
-                "publish a whole version, or start it again"
+                f"nothing it samples is believed: {why}; publish a whole version, or start it again"
             )

@@ -61,6 +61,8 @@ class Server:
     release: str
     name: str
     """Of the served model."""
+    root: str
+    """What it was started with: a folder, or a name."""
     context_tokens: int
     kv_tokens: int
     block_tokens: int

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sostenuto.errors import ConfigError, EngineError
 from sostenuto.runtime.calibration.limits import served_model, vllm_pool
 from sostenuto.runtime.engines.http import Answer, EngineHttp, HttpRefusal
+from sostenuto.runtime.engines.sameness import check_same_model
 from sostenuto.runtime.engines.vllm.bodies import Place, generate_body, score_body
 from sostenuto.runtime.engines.vllm.facts import (
     KNOWN_RELEASES,
@@ -73,6 +74,7 @@ async def look(http: EngineHttp, model: str | None, *, any_release: bool) -> Ser
     return Server(
         release=release,
         name=served["id"],
+        root=str(served.get("root") or served["id"]),
         context_tokens=min(served.get("max_model_len") or pool.kv_tokens, pool.kv_tokens),
         kv_tokens=pool.kv_tokens,
         block_tokens=pool.block_tokens,
@@ -102,6 +104,7 @@ class _Trials:
 
     async def facts(self) -> Facts:
         server = self.server
+        check_same_model(server.root, self.folder, self.http.where("/v1/models"))
         facts = await self._route(Facts(server, read_config(self.folder), Route.TOKENS, frozenset()))
         facts = replace(facts, has_priorities=await self._refusal(facts, {"priority": 1}) is None)
         facts = replace(facts, is_processed=await self._is_processed(facts))

@@ -27,7 +27,11 @@ class Transport(Protocol):
         """Whatever can be done while the server decodes."""
         ...
 
-    async def load(self, http: EngineHttp, manifest: Manifest, within_s: float) -> None:
+    async def prepare_start(self, version: str) -> None:
+        """The same for the weights of the model's own folder, as this version."""
+        ...
+
+    async def load(self, http: EngineHttp, version: str, within_s: float) -> None:
         """Load what was prepared; the server stands still.  EngineError leaves the weights unknown."""
         ...
 
@@ -56,8 +60,11 @@ class Disk:
     async def prepare(self, manifest: Manifest) -> None:
         await anyio.to_thread.run_sync(self._write, manifest)
 
-    async def load(self, http: EngineHttp, manifest: Manifest, within_s: float) -> None:
-        path = str(self._folders.place(manifest.version).absolute())
+    async def prepare_start(self, version: str) -> None:
+        await anyio.to_thread.run_sync(self._folders.adopt, version)
+
+    async def load(self, http: EngineHttp, version: str, within_s: float) -> None:
+        path = str(self._folders.place(version).absolute())
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}, "timeout": within_s}
         await http.post("/collective_rpc", body, within_s=within_s)
 
@@ -96,17 +103,24 @@ class Distributed:
         """`init_info`: what the backend's workers need to join, such as `master_address`."""
         self._init_info = dict(init_info)
         self._sender = sender
+        self._manifest: Manifest | None = None
         self._is_joined = False
 
     async def prepare(self, manifest: Manifest) -> None:
-        """Nothing: the sender has the tensors."""
-        del manifest
+        """The sender has the tensors."""
         await anyio.lowlevel.checkpoint()
+        self._manifest = manifest
 
-    async def load(self, http: EngineHttp, manifest: Manifest, within_s: float) -> None:
+    async def prepare_start(self, version: str) -> None:
+        await anyio.lowlevel.checkpoint()
+        raise EngineError(f"version {version}: no sender has the model's own folder; use the transport Disk")
+
+    async def load(self, http: EngineHttp, version: str, within_s: float) -> None:
+        assert self._manifest is not None
+        assert self._manifest.version == version
         with anyio.CancelScope() as scope, lone_error():
             scope.deadline = anyio.current_time() + within_s
-            await self._load(http, manifest, within_s)
+            await self._load(http, self._manifest, within_s)
         if scope.cancelled_caught:
             where = http.where("/update_weights")
             raise EngineError(f"{where}: not sent within {within_s:g} s; is the sender in the group?")
@@ -116,8 +130,9 @@ class Distributed:
         await anyio.lowlevel.checkpoint()
 
     async def abandon(self, version: str) -> None:
-        del version
         await anyio.lowlevel.checkpoint()
+        if self._manifest is not None and self._manifest.version == version:
+            self._manifest = None
 
     def restarted(self) -> None:
         self._is_joined = False

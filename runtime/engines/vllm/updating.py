@@ -9,20 +9,18 @@
 """
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from zlib import crc32
 
 import anyio
 from pydantic import BaseModel, ConfigDict
 
 from sostenuto.errors import EngineError
-from sostenuto.runtime.engines.http import EngineHttp, HttpRefusal
+from sostenuto.runtime.engines.http import Answer, EngineHttp
+from sostenuto.runtime.engines.verifying import Prepared, Surface, Verifier
 from sostenuto.runtime.engines.vllm.pausing import Pausing
 from sostenuto.runtime.engines.vllm.transports import Transport
 from sostenuto.runtime.engines.wire import CommitRequest
 from sostenuto.trainer.publication.manifest import Manifest
-
-_NO_CHECKER = (404, 405, 500, 501)
 
 
 class WeightInfo(BaseModel):
@@ -37,12 +35,17 @@ class _Checksums(BaseModel):
     checksums: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    """What was loaded, as its sender and as the engine sums it up."""
+def _sum(answer: Answer) -> str:
+    found = answer.read(_Checksums).checksums
+    return str(crc32("".join(f"{name} {found[name]} " for name in sorted(found)).encode()))
 
-    sent: int
-    loaded: int | None
+
+_SURFACE = Surface(
+    label="/weight_info",
+    label_of=lambda answer: answer.read(WeightInfo).weight_version,
+    checker="/weight_checker",
+    sum_of=_sum,
+)
 
 
 class Updating:
@@ -55,6 +58,7 @@ class Updating:
         transport: Transport,
         *,
         within_s: float,
+        start_is_known: bool,
         forsake: Callable[[], Awaitable[None]],
     ) -> None:
         """`within_s`: of each call that moves weights.  `forsake` ends every request that runs."""
@@ -64,22 +68,39 @@ class Updating:
         self._within_s = within_s
         self._forsake = forsake
         self._turn = anyio.Lock()
-        self._prepared: Manifest | None = None
-        self._last: _Sum | None = None
+        self._prepared: Prepared | None = None
+        self._verifier = Verifier(http, _SURFACE, within_s=within_s, start_is_known=start_is_known)
         self.doubt = ""
         """Why its weights are not known; empty while they are."""
         self.is_under_way = False
         """Whether it may serve either version."""
         self.updates = 0
 
+    @property
+    def is_known(self) -> bool:
+        """False while it serves what others have started it with, and that is not known."""
+        return self._verifier.is_known
+
+    @property
+    def disbelief(self) -> str:
+        """Why nothing that it samples is believed; empty where it is."""
+        return self.doubt or ("" if self.is_known else "nobody knows the weights it was started with")
+
     async def prepare(self, manifest: Manifest) -> None:
+        await self._prepare(Prepared(manifest.version, manifest), lambda: self._transport.prepare(manifest))
+
+    async def prepare_start(self, version: str) -> None:
+        """The weights of the model's own folder."""
+        await self._prepare(Prepared(version, None), lambda: self._transport.prepare_start(version))
+
+    async def _prepare(self, prepared: Prepared, prepare: Callable[[], Awaitable[None]]) -> None:
         async with self._turn:
             self._prepared = None
             try:
-                await self._transport.prepare(manifest)
+                await prepare()
             except EngineError as error:
                 raise EngineError(f"{self._http.where('prepare_update')}: {error}") from error
-            self._prepared = manifest
+            self._prepared = prepared
 
     async def abandon(self, version: str) -> None:
         async with self._turn:
@@ -90,42 +111,43 @@ class Updating:
     async def commit(self, request: CommitRequest) -> float:
         """Serve the prepared version; how long the engine stood still, in seconds."""
         async with self._turn:
-            manifest = self._checked(request)
+            prepared = self._checked(request)
             began_s, self.is_under_way = anyio.current_time(), True
             try:
                 async with self._pausing.standing_still():
-                    await self._swap(manifest, request)
+                    await self._swap(prepared, request)
                 stood_s = anyio.current_time() - began_s
                 self._prepared = None
-                await self._transport.served(manifest.version)
+                await self._transport.served(prepared.version)
             finally:
                 self.is_under_way = False
             return stood_s
 
     def restarted(self) -> None:
         """The server is a new one, with the weights that it was started with."""
-        self.doubt, self._last = "", None
+        self.doubt = ""
+        self._verifier.restarted()
         self._transport.restarted()
 
-    def _checked(self, request: CommitRequest) -> Manifest:
-        where, manifest = self._http.where("commit_update"), self._prepared
-        if manifest is None or manifest.version != request.version:
+    def _checked(self, request: CommitRequest) -> Prepared:
+        where, prepared = self._http.where("commit_update"), self._prepared
+        if prepared is None or prepared.version != request.version:
             raise EngineError(f"{where}: version {request.version} is not prepared; prepare it first")
         if request.running == "recompute" and request.held == "keep":
             remedy = "drop it, too, or let running requests continue"
             raise EngineError(
                 f"{where}: vLLM cannot keep held KV and compute that of requests anew; {remedy}"
             )
-        return manifest
+        return prepared
 
-    async def _swap(self, manifest: Manifest, request: CommitRequest) -> None:
-        version = manifest.version
+    async def _swap(self, prepared: Prepared, request: CommitRequest) -> None:
+        version = prepared.version
         self.doubt = f"its update to {version} did not come to an end"
         try:
-            await self._transport.load(self._http, manifest, self._within_s)
+            await self._transport.load(self._http, version, self._within_s)
             await self._drop_kv(request)
             await self._http.post("/update_weight_version", {"new_version": version}, repeatable=True)
-            await self._verify(manifest)
+            await self._verifier.verify(prepared)
         except EngineError as error:
             self.doubt = f"its update to {version} failed: {error}"
             raise
@@ -145,31 +167,3 @@ class Updating:
         if not await self._pausing.drop_kv(of_running=of_running) and of_running:
             where = self._http.where("/reset_prefix_cache")
             raise EngineError(f"{where}: it did not drop the KV of the old weights; start it again")
-
-    async def _verify(self, manifest: Manifest) -> None:
-        label = (await self._http.get("/weight_info")).read(WeightInfo).weight_version
-        if label != manifest.version:
-            where = self._http.where("/weight_info")
-            raise EngineError(f"{where}: it serves {label} after the update to {manifest.version}")
-        sent = crc32("".join(f"{entry.name} {entry.checksum} " for entry in manifest.tensors).encode())
-        now = _Sum(sent, await self._checksum())
-        before, self._last = self._last, now
-        if before is None or before.loaded is None or now.loaded is None:
-            return
-        if (before.sent == now.sent) != (before.loaded == now.loaded):
-            where = self._http.where("/weight_checker")
-            raise EngineError(
-                f"{where}: its weights {'did not change' if before.loaded == now.loaded else 'changed'}, "
-                f"and what was sent {'did not' if before.sent == now.sent else 'did'}; start it again"
-            )
-
-    async def _checksum(self) -> int | None:
-        """Over all tensors of the engine; None where it has no checker."""
-        try:
-            answer = await self._http.post("/weight_checker", {"action": "checksum"}, within_s=self._within_s)
-        except HttpRefusal as refusal:
-            if refusal.status in _NO_CHECKER:
-                return None
-            raise
-        found = answer.read(_Checksums).checksums
-        return crc32("".join(f"{name} {found[name]} " for name in sorted(found)).encode())
