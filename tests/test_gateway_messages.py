@@ -103,6 +103,15 @@ async def test_a_stream_says_the_same_as_a_reply_in_named_events(model: Path):
     assert closing["usage"]["output_tokens"] == whole.json["usage"]["output_tokens"]
 
 
+async def test_text_is_told_while_it_is_sampled(model: Path):
+    said = "a story of many words, one after the other"
+    async with fronted(model, always(said), engine={"token_s": 0.05}) as front:
+        streamed = await send(front, HELLO, stream=True)
+    deltas = [data["delta"] for name, data in events_of(streamed.body) if name == "content_block_delta"]
+    assert len(deltas) > 1
+    assert "".join(delta["text"] for delta in deltas) == said
+
+
 async def test_reasoning_goes_back_and_forth_and_is_shown_only_to_those_who_asked(model: Path):
     async with fronted(model, THINKS) as front:
         program = {"X-Program-Id": "a"}

@@ -128,6 +128,18 @@ async def test_a_stream_says_the_same_as_a_reply(model: Path):
     assert events[-1][1]["response"]["usage"] == whole.json["usage"]
 
 
+async def test_text_is_told_while_it_is_sampled(model: Path):
+    said = "a story of many words, one after the other"
+    async with fronted(model, always(said), engine={"token_s": 0.05}) as front:
+        streamed = await send(front, "Hello", stream=True)
+    events = events_of(streamed.body)
+    deltas = [data["delta"] for name, data in events if name == "response.output_text.delta"]
+    assert len(deltas) > 1
+    (done,) = [data["text"] for name, data in events if name == "response.output_text.done"]
+    assert "".join(deltas) == done == said
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+
+
 async def test_a_reply_that_is_cut_is_incomplete(model: Path):
     async with fronted(model, always("a long story")) as front:
         cut = await send(front, "Hello", max_output_tokens=1)

@@ -2,16 +2,18 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from time import monotonic
 from typing import Any, cast
 from uuid import uuid4
 
 from pydantic_core import to_json
 
-from sostenuto.runtime.engines.wire import FinishReason, Sampling
+from sostenuto.runtime.engines.wire import FinishReason, Sampling, WireSpan
 from sostenuto.runtime.gateway.bodies import read
 from sostenuto.runtime.gateway.dialects.anthropic_body import MessagesBody, PromptBody
-from sostenuto.runtime.gateway.dialects.dialect import Call, Json, Served
+from sostenuto.runtime.gateway.dialects.dialect import Call, Json, Live, Served
 from sostenuto.runtime.gateway.turn import Ask, Refused, Told
+from sostenuto.runtime.gateway.unfolding import Delta, Unfolding
 from sostenuto.types import ToolCall
 
 _TYPES = {
@@ -24,6 +26,13 @@ _TYPES = {
 }
 _TOO_LONG = "prompt is too long: "
 """Clients that shorten a conversation by themselves look for it."""
+_UNKNOWN: Json = {
+    "input_tokens": 0,
+    "cache_read_input_tokens": 0,
+    "cache_creation_input_tokens": 0,
+    "output_tokens": 0,
+}
+"""Usage while the turn is sampled."""
 
 
 class AnthropicDialect:
@@ -51,17 +60,10 @@ class AnthropicDialect:
 
     def events(self, call: Call, told: Sequence[Told], served: Served) -> Iterator[bytes]:
         (one,) = told
-        usage = _usage(one)
-        begun = {**_message(call, served), "usage": {**usage, "output_tokens": 0}}
-        yield _event("message_start", message=begun)
-        for index, block in enumerate(_content(one, call.body)):
-            empty, deltas = _parts(block)
-            yield _event("content_block_start", index=index, content_block=empty)
-            for delta in deltas:
-                yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
-        yield _event("message_delta", delta=_stop(one), usage=usage)
-        yield _event("message_stop")
+        return MessageStream(call, served).end(one)
+
+    def live(self, call: Call, served: Served) -> Live:
+        return MessageStream(call, served)
 
     def error(self, error: Refused) -> Json:
         """With the key that is wrong in `param`, which Anthropic's own errors lack."""
@@ -72,6 +74,82 @@ class AnthropicDialect:
 
     def error_event(self, error: Refused) -> bytes:
         return _event("error", error=self.error(error)["error"])
+
+
+class MessageStream:
+    """One message in events: text as it is certain, tools and the end when the turn is over.
+
+    How long the prompt was is known at its end; the usage there counts, as in Anthropic's own streams.
+    """
+
+    def __init__(self, call: Call, served: Served) -> None:
+        self._call = call
+        self._served = served
+        self._body: MessagesBody = call.body
+        (ask,) = call.asks
+        self._text = Unfolding(served.renderer, ask.tools, monotonic, stops=ask.sampling.stop_strings)
+        self._has_begun = False
+        self._index = -1
+        self._open = ""
+        """The type of the block that is being told."""
+
+    def span(self, span: WireSpan) -> Iterator[bytes]:
+        delta = self._text.feed(span.token_ids)
+        if delta:
+            yield from self._begin(_UNKNOWN)
+            yield from self._tell(delta)
+
+    def end(self, told: Told) -> Iterator[bytes]:
+        assert told.turn is not None
+        usage, message = _usage(told), told.turn.message
+        yield from self._begin({**usage, "output_tokens": 0})
+        yield from self._tell(self._text.end(told.turn))
+        if not message.content and not message.tool_calls:
+            yield from self._say("text", "")
+        yield from self._close()
+        for call in message.tool_calls:
+            yield from self._use(_tool_use(call))
+        yield _event("message_delta", delta=_stop(told), usage=usage)
+        yield _event("message_stop")
+
+    def _begin(self, usage: Json) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield _event("message_start", message={**_message(self._call, self._served), "usage": usage})
+
+    def _tell(self, delta: Delta) -> Iterator[bytes]:
+        if delta.reasoning and self._body.shows_thinking:
+            yield from self._say("thinking", delta.reasoning)
+        if delta.content:
+            yield from self._say("text", delta.content)
+
+    def _say(self, kind: str, text: str) -> Iterator[bytes]:
+        if self._open != kind:
+            yield from self._close()
+            self._open = kind
+            signature = {"signature": ""} if kind == "thinking" else {}
+            yield self._start({"type": kind, kind: "", **signature})
+        yield self._delta({"type": f"{kind}_delta", kind: text})
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": ""})
+        if self._open:
+            yield _event("content_block_stop", index=self._index)
+        self._open = ""
+
+    def _use(self, block: Json) -> Iterator[bytes]:
+        yield self._start({**block, "input": {}})
+        written = json.dumps(block["input"], ensure_ascii=False)
+        yield self._delta({"type": "input_json_delta", "partial_json": written})
+        yield _event("content_block_stop", index=self._index)
+
+    def _start(self, block: Json) -> bytes:
+        self._index += 1
+        return _event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, delta: Json) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
 
 
 def counted(body: Json, served: Served) -> Json:
@@ -125,20 +203,6 @@ def _object(arguments: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
 
 
-def _parts(block: Json) -> tuple[Json, list[Json]]:
-    """A block as it begins in a stream, and what comes after."""
-    match block["type"]:
-        case "thinking":
-            signed = {"type": "signature_delta", "signature": block["signature"]}
-            said = {"type": "thinking_delta", "thinking": block["thinking"]}
-            return {**block, "thinking": ""}, [said, signed]
-        case "text":
-            return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
-        case _:
-            written = json.dumps(block["input"], ensure_ascii=False)
-            return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": written}]
-
-
 def _stop(told: Told) -> Json:
     matched = told.reply.matched
     if told.reply.finish_reason is FinishReason.LENGTH:
@@ -160,6 +224,6 @@ def _usage(told: Told) -> Json:
     }
 
 
-def _event(name: str, **more: object) -> bytes:
+def _event(name: str, /, **more: object) -> bytes:
     data = to_json({"type": name, **more})
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

@@ -7,17 +7,19 @@ there.  Reasoning is an item of its own, in plain text.
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
+from time import monotonic
 from uuid import uuid4
 
 from pydantic_core import to_json
 
-from sostenuto.runtime.engines.wire import FinishReason
+from sostenuto.runtime.engines.wire import FinishReason, WireSpan
 from sostenuto.runtime.gateway.bodies import read
-from sostenuto.runtime.gateway.dialects.dialect import COMMENT, Call, Chain, Json, Served
+from sostenuto.runtime.gateway.dialects.dialect import COMMENT, Call, Chain, Json, Live, Served
 from sostenuto.runtime.gateway.dialects.openai import error_json, logprobs_json
 from sostenuto.runtime.gateway.dialects.responses_body import ResponsesBody
 from sostenuto.runtime.gateway.replies import Past
 from sostenuto.runtime.gateway.turn import Ask, Refused, Told
+from sostenuto.runtime.gateway.unfolding import Delta, Unfolding
 from sostenuto.types import Message, ToolCall
 
 
@@ -38,30 +40,14 @@ class ResponsesDialect:
 
     def reply(self, call: Call, told: Sequence[Told], served: Served) -> Json:
         (one,) = told
-        is_cut = one.reply.finish_reason is FinishReason.LENGTH
-        return _response(call, served) | {
-            "status": _status(one),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": _output(call, one, served),
-            "usage": _usage(one),
-        }
+        return _whole(call, one, served)
 
     def events(self, call: Call, told: Sequence[Told], served: Served) -> Iterator[bytes]:
-        numbers = count()
-        for name, data in self._events(call, told, served):
-            yield _event(name, {"type": name, "sequence_number": next(numbers), **data})
+        (one,) = told
+        return ResponseStream(call, served).end(one)
 
-    def _events(self, call: Call, told: Sequence[Told], served: Served) -> Iterator[tuple[str, Json]]:
-        begun = _response(call, served)
-        yield "response.created", {"response": begun}
-        yield "response.in_progress", {"response": begun}
-        whole = self.reply(call, told, served)
-        for index, item in enumerate(whole["output"]):
-            yield "response.output_item.added", {"output_index": index, "item": _empty(item)}
-            for name, data in _parts(item):
-                yield name, {"output_index": index, "item_id": item["id"], **data}
-            yield "response.output_item.done", {"output_index": index, "item": item}
-        yield f"response.{whole['status']}", {"response": whole}
+    def live(self, call: Call, served: Served) -> Live:
+        return ResponseStream(call, served)
 
     def error(self, error: Refused) -> Json:
         return error_json(error)
@@ -70,6 +56,100 @@ class ResponsesDialect:
         """With the keys of the event, and with that by which clients tell errors in streams."""
         told = error_json(error)
         return _event("error", {**told["error"], **told, "type": "error"})
+
+
+class ResponseStream:
+    """One response in events: text as it is certain, calls and the end when the turn is over."""
+
+    def __init__(self, call: Call, served: Served) -> None:
+        self._call = call
+        self._served = served
+        (ask,) = call.asks
+        self._text = Unfolding(served.renderer, ask.tools, monotonic, stops=ask.sampling.stop_strings)
+        self._numbers = count()
+        self._items: dict[str, int] = {}
+        """By id, those that have been told, and their place."""
+        self._open: Json | None = None
+        """The item that is being told, with its text so far."""
+        self._has_begun = False
+
+    def span(self, span: WireSpan) -> Iterator[bytes]:
+        delta = self._text.feed(span.token_ids)
+        if delta:
+            yield from self._tell(delta)
+
+    def end(self, told: Told) -> Iterator[bytes]:
+        assert told.turn is not None
+        whole = _whole(self._call, told, self._served)
+        yield from self._tell(self._text.end(told.turn))
+        for item in whole["output"]:
+            if item["id"] not in self._items:
+                yield from self._close()
+                yield from self._start(item)
+                yield self._delta(item, item.get("arguments") or _said(item))
+            if self._open is not None and self._open["id"] == item["id"]:
+                self._open = item
+        yield from self._close()
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def _tell(self, delta: Delta) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            begun = _response(self._call, self._served)
+            yield self._event("response.created", response=begun)
+            yield self._event("response.in_progress", response=begun)
+        if delta.reasoning:
+            yield from self._say(_reasoning(self._call, ""), delta.reasoning)
+        if delta.content:
+            yield from self._say(_message(self._call, "", "in_progress"), delta.content)
+
+    def _say(self, empty: Json, text: str) -> Iterator[bytes]:
+        if self._open is None or self._open["id"] != empty["id"]:
+            yield from self._close()
+            yield from self._start(empty)
+        part = empty["content"][0]
+        self._open = {**empty, "content": [{**part, "text": _said(self._open) + text}]}
+        yield self._delta(empty, text)
+
+    def _start(self, item: Json) -> Iterator[bytes]:
+        """An item as it begins, without its text."""
+        self._items[item["id"]] = len(self._items)
+        emptied = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        in_progress = {"status": "in_progress"} if "status" in item else {}
+        self._open = item
+        yield self._of_item("response.output_item.added", item={**item, **emptied, **in_progress})
+        if "content" in item:
+            part = {**item["content"][0], "text": ""}
+            yield self._of_item("response.content_part.added", content_index=0, part=part)
+
+    def _delta(self, item: Json, text: str) -> bytes:
+        if item["type"] == "function_call":
+            return self._of_item("response.function_call_arguments.delta", delta=text)
+        part = item["content"][0]
+        return self._of_item(f"response.{part['type']}.delta", content_index=0, delta=text, **_logs(part))
+
+    def _close(self) -> Iterator[bytes]:
+        item = self._open
+        if item is None:
+            return
+        if item["type"] == "function_call":
+            more = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._of_item("response.function_call_arguments.done", **more)
+        else:
+            part = item["content"][0]
+            name = f"response.{part['type']}.done"
+            yield self._of_item(name, content_index=0, text=part["text"], **_logs(part))
+            yield self._of_item("response.content_part.done", content_index=0, part=part)
+        yield self._of_item("response.output_item.done", item=item)
+        self._open = None
+
+    def _of_item(self, event: str, /, **data: object) -> bytes:
+        assert self._open is not None
+        id_ = self._open["id"]
+        return self._event(event, output_index=self._items[id_], item_id=id_, **data)
+
+    def _event(self, name: str, /, **data: object) -> bytes:
+        return _event(name, {"type": name, "sequence_number": next(self._numbers), **data})
 
 
 def _ask(body: ResponsesBody, served: Served, past: Past) -> tuple[Ask, Past]:
@@ -131,25 +211,58 @@ def _status(told: Told) -> str:
     return "incomplete" if told.reply.finish_reason is FinishReason.LENGTH else "completed"
 
 
+def _whole(call: Call, told: Told, served: Served) -> Json:
+    is_cut = told.reply.finish_reason is FinishReason.LENGTH
+    return _response(call, served) | {
+        "status": _status(told),
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": _output(call, told, served),
+        "usage": _usage(told),
+    }
+
+
 def _output(call: Call, told: Told, served: Served) -> list[Json]:
     """The reply in items; there is always one of the message or a call."""
     assert told.turn is not None
     message, key = told.turn.message, call.id.removeprefix("resp_")
-    items: list[Json] = []
-    if message.reasoning:
-        said = [{"type": "reasoning_text", "text": message.reasoning}]
-        items.append({"id": f"rs_{key}", "type": "reasoning", "summary": [], "content": said})
+    items: list[Json] = [_reasoning(call, message.reasoning)] if message.reasoning else []
     if message.content or not message.tool_calls:
-        content: Json = {"type": "output_text", "text": message.content, "annotations": []}
-        content["logprobs"] = _logprobs(call.body, told, served)
-        own: Json = {"id": f"msg_{key}", "type": "message", "status": _status(told), "role": "assistant"}
-        items.append({**own, "content": [content]})
-    for index, (id_, made) in enumerate(
-        zip(_call_ids(call.id, message.tool_calls), message.tool_calls, strict=True)
-    ):
-        own = {"id": f"fc_{key}_{index}", "type": "function_call", "status": "completed", "call_id": id_}
+        logprobs = _logprobs(call.body, told, served)
+        items.append(_message(call, message.content, _status(told), logprobs))
+    ids = _call_ids(call.id, message.tool_calls)
+    for index, (id_, made) in enumerate(zip(ids, message.tool_calls, strict=True)):
+        own: Json = {
+            "id": f"fc_{key}_{index}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": id_,
+        }
         items.append({**own, "name": made.name, "arguments": made.arguments})
     return items
+
+
+def _reasoning(call: Call, text: str) -> Json:
+    said = {"type": "reasoning_text", "text": text}
+    return {
+        "id": f"rs_{call.id.removeprefix('resp_')}",
+        "type": "reasoning",
+        "summary": [],
+        "content": [said],
+    }
+
+
+def _message(call: Call, text: str, status: str, logprobs: Sequence[Json] = ()) -> Json:
+    said = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+    id_ = f"msg_{call.id.removeprefix('resp_')}"
+    return {"id": id_, "type": "message", "status": status, "role": "assistant", "content": [said]}
+
+
+def _said(item: Json | None) -> str:
+    return item["content"][0]["text"] if item is not None and "content" in item else ""
+
+
+def _logs(part: Json) -> Json:
+    return {"logprobs": part["logprobs"]} if "logprobs" in part else {}
 
 
 def _logprobs(body: ResponsesBody, told: Told, served: Served) -> list[Json]:
@@ -159,30 +272,6 @@ def _logprobs(body: ResponsesBody, told: Told, served: Served) -> list[Json]:
     return logprobs_json(served.texts.logprobs(reply.token_ids, reply.logprobs, reply.top_logprobs))[
         "content"
     ]
-
-
-def _empty(item: Json) -> Json:
-    """An item as it begins in a stream."""
-    if item["type"] == "function_call":
-        return {**item, "arguments": "", "status": "in_progress"}
-    if item["type"] == "message":
-        return {**item, "content": [], "status": "in_progress"}
-    return {**item, "content": []}
-
-
-def _parts(item: Json) -> Iterator[tuple[str, Json]]:
-    """What comes between the beginning and the end of an item."""
-    if item["type"] == "function_call":
-        arguments = item["arguments"]
-        yield "response.function_call_arguments.delta", {"delta": arguments}
-        yield "response.function_call_arguments.done", {"arguments": arguments, "name": item["name"]}
-        return
-    part = item["content"][0]
-    kind, more = part["type"], {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    yield "response.content_part.added", {"content_index": 0, "part": {**part, "text": ""}}
-    yield f"response.{kind}.delta", {"content_index": 0, "delta": part["text"], **more}
-    yield f"response.{kind}.done", {"content_index": 0, "text": part["text"], **more}
-    yield "response.content_part.done", {"content_index": 0, "part": part}
 
 
 def _usage(told: Told) -> Json:
