@@ -114,7 +114,7 @@ class ResponseStream:
     def _start(self, item: Json) -> Iterator[bytes]:
         """An item as it begins, without its text."""
         self._items[item["id"]] = len(self._items)
-        emptied = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        emptied: Json = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         in_progress = {"status": "in_progress"} if "status" in item else {}
         self._open = item
         yield self._of_item("response.output_item.added", item={**item, **emptied, **in_progress})
