@@ -11,9 +11,7 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import anyio
-
-from sostenuto.errors import ProgramError, lone_error
+from sostenuto.errors import ProgramError
 from sostenuto.records import Experts, Sequence
 from sostenuto.runtime.drive import Surroundings
 from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest, Spans
@@ -33,9 +31,6 @@ from sostenuto.scheduler.actions import (
 )
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.types import EngineId, ProgramId, Usage
-
-_HEARD_OF = 3.0
-"""A call that runs renews the lease so often within it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +105,18 @@ class Lane:
             standing = self.record.take(ask, at_s=self._home.around.now_s())
             room = self._room(ask)
             try:
-                with lone_error():
-                    told = await self._while_leased(ask, standing, room, seed, spans)
+                told = await self._sample(ask, standing, room, seed, spans)
             except BaseException as error:
                 self.failure = error if isinstance(error, ProgramError) else None
                 self.close()
                 raise
         self.failure = None
         return told
+
+    def keep_lease(self) -> None:
+        """To be called more often than the lease ends: a call that runs renews it."""
+        if self.is_busy and self._place is not None:
+            self._home.around.report(Heard(self.id))
 
     def close(self) -> None:
         """Give back place and KV.  Safe to call twice; the record stays."""
@@ -138,15 +137,6 @@ class Lane:
         finally:
             self.is_busy = False
             self.used_s = self._home.around.now_s()
-
-    async def _while_leased(
-        self, ask: Ask, standing: Standing, room: int, seed: int, spans: Spans | None
-    ) -> Told:
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._keep_lease)
-            told = await self._sample(ask, standing, room, seed, spans)
-            group.cancel_scope.cancel()
-        return told  # pyright: ignore[reportPossiblyUnboundVariable] - a group that is left here ran it
 
     async def _sample(self, ask: Ask, standing: Standing, room: int, seed: int, spans: Spans | None) -> Told:
         around = self._home.around
@@ -229,11 +219,6 @@ class Lane:
             top_logprobs=ask.top_logprobs,
             routed_experts=ask.routed_experts or self._home.routed_experts,
         )
-
-    async def _keep_lease(self) -> None:
-        while True:
-            await anyio.sleep(self._submitted.lease_s / _HEARD_OF)
-            self._home.around.report(Heard(self.id))
 
     def _lost(self, reason: str) -> None:
         del reason

@@ -84,6 +84,11 @@ class Session:
         self.limit = None
         return told
 
+    def keep_leases(self) -> None:
+        """As `Lane.keep_lease` says."""
+        for lane in self.lanes:
+            lane.keep_lease()
+
     def release_child(self, child: str) -> None:
         """A sub-agent is over: what it held comes back; its record stays."""
         for name, lane in self._lanes:

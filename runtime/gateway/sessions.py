@@ -41,6 +41,11 @@ class Lifetimes:
     forget_s: float = 3600.0
     """Then the program is over; a weak one after a tenth of that."""
 
+    @property
+    def look_s(self) -> float:
+        """How often to look at programs."""
+        return min(_LOOK_S, self.hold_s / 3, self.weak_hold_s / 3, self.forget_s / 4)
+
 
 class Books(Protocol):
     """Where programs are entered that nobody else keeps books on."""
@@ -174,11 +179,12 @@ class Sessions:
         resident.session.close()
 
     async def keep_expiring(self) -> None:
-        """End programs that have been silent for too long."""
+        """Keep the leases of calls that run, and end programs that have been silent for too long."""
         while True:
-            await anyio.sleep(min(_LOOK_S, self._lifetimes.forget_s / 4))
+            await anyio.sleep(self._lifetimes.look_s)
             now_s = anyio.current_time()
             for resident in self.all():
+                resident.session.keep_leases()
                 silent_s = now_s - resident.session.used_s
                 if silent_s > self._patience_s(resident.strength) and not resident.session.is_busy:
                     self.end(resident)

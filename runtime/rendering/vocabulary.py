@@ -13,13 +13,14 @@ Two things keep them apart from text that only looks like them:
 import json
 import re
 import secrets
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, cast
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from sostenuto.errors import ConfigError
 
@@ -110,16 +111,10 @@ class Vocabulary:
         if continues and self._anchor:
             named, skip = self._anchor[0] + named, len(self._anchor[0])
         encoding = self._encoder.encode(named, add_special_tokens=False)
-        ids, offsets = encoding.ids, encoding.offsets
-        first = 1 if skip else 0
-        runs: list[tuple[int, list[int]]] = []
-        for id_, (begin, _) in zip(ids[first:], offsets[first:], strict=True):
-            part = max(bisect_right(cuts, begin - skip) - 1, 0)
-            if runs and runs[-1][0] == part:
-                runs[-1][1].append(id_)
-            else:
-                runs.append((part, [id_]))
-        return runs
+        ids, first = encoding.ids, int(skip > 0)
+        bounds = [first, *(_first_from(encoding, first, cut + skip) for cut in cuts[1:]), len(ids)]
+        runs = ((part, ids[begin:end]) for part, (begin, end) in enumerate(pairwise(bounds)))
+        return [run for run in runs if run[1]]
 
     def _rename(self, text: str, starts: Sequence[int]) -> tuple[str, list[int]]:
         """Put the secret names in, and say where `starts` have moved to."""
@@ -151,6 +146,12 @@ class Vocabulary:
     def end(self) -> int:
         """Above the highest id; there may be gaps below."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _first_from(encoding: Encoding, first: int, position: int) -> int:
+    """The first token that begins at `position` or later; few of a long context's are looked at."""
+    places = range(first, len(encoding))
+    return first + bisect_left(places, position, key=lambda place: encoding.token_to_chars(place)[0])
 
 
 def _renamed(tokenizer_json: str, names: dict[str, str], ids: dict[str, int]) -> Tokenizer:
