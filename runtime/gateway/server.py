@@ -6,6 +6,7 @@
 - While a program waits, a stream stays alive with comments; headers say what a reply waited for.
 """
 
+import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from typing import cast
 
 import anyio
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic_core import from_json
 
 from sostenuto.errors import SostenutoError
@@ -32,6 +34,17 @@ from sostenuto.runtime.gateway.turn import Refused
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _CLOSE_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Bytes that are no HTTP are answered, and whoever sends many fills no log."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
+
+
+_log.addFilter(_is_worth_a_line)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -153,7 +166,9 @@ class Gateway:
 @asynccontextmanager
 async def listening(app: web.Application, sock: socket, tls: SSLContext | None) -> AsyncGenerator[None]:
     """Answer on the socket within the block."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSE_S)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSE_S, logger=_log
+    )
     await runner.setup()
     try:
         await web.SockSite(runner, sock, ssl_context=tls).start()
