@@ -132,6 +132,9 @@ class DockerSection(Section):
     checkpoints: bool = False
     """Move the memory of waiting sandboxes to disk, once for each, where a trial has seen that this works."""
 
+    disk_bytes: int | None = Field(default=None, gt=0)
+    """What one sandbox may write beside what it starts with; refused where storage cannot bound it."""
+
     uid: int = Field(default=61184, ge=0)
     """User and group inside; 0 for images whose programs write all over the file system."""
 

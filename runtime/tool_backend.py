@@ -40,6 +40,7 @@ def docker_settings(section: DockerSection) -> DockerSettings:
         socket=section.socket,
         runtime=section.runtime,
         checkpoints=section.checkpoints,
+        disk_bytes=section.disk_bytes,
         uid=section.uid,
         starts=section.starts,
     )

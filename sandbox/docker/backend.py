@@ -49,6 +49,8 @@ class DockerSettings:
     checkpoints: bool = False
     """Move the memory of a sandbox to disk, once for each, where a probe has seen that this works.
     Containers then stay, ended, when their owner is killed, until the next one reclaims them."""
+    disk_bytes: int | None = None
+    """What one sandbox may write beside what it starts with; only some storage drivers can bound that."""
     uid: int = 61184
     """User and group inside.  0 for images whose programs write all over the file system."""
     starts: int = 8
@@ -93,6 +95,8 @@ class DockerBackend:
         if not probe.works:
             return probe
         details = probe.details | {"limits": "memory, processes and cores, by the daemon's cgroups"}
+        if self._settings.disk_bytes is not None:
+            details["limits"] += "; what it writes, by the storage driver"
         if self._settings.checkpoints:
             details["memory"] = await self._try_checkpoints()
         return replace(probe, isolation=self.isolation, details=details)
@@ -239,6 +243,7 @@ class DockerBackend:
             rlimits=_rlimits(limits),
             tmp_bytes=limits.memory_bytes,
             runtime=self._settings.runtime,
+            disk_bytes=self._settings.disk_bytes,
             checkpoints=self._checkpoints,
         )
 
@@ -282,6 +287,8 @@ def _rlimits(limits: SandboxLimits) -> dict[str, int]:
 def _remedy(said: str) -> str:
     if "docker pull" in said or "DOCKER_HOST" in said or "daemon" in said or "pip install" in said:
         return said
+    if "storage-opt" in said or "storage opt" in said:
+        return "the daemon's storage on xfs that is mounted with pquota, or no disk_bytes"
     if "runtime" in said or "did not keep its files" in said:
         return f"a runtime that this daemon knows and that shares files; for gVisor, {gvisor.ADVICE}"
     if "executable file not found" in said:

@@ -53,6 +53,8 @@ class ContainerPlan:
     rlimits: dict[str, int]
     tmp_bytes: int
     runtime: str | None = None
+    disk_bytes: int | None = None
+    """What it may write beside its image; None: not bounded."""
     checkpoints: bool = False
     """It stays when it ends, to be started again from a checkpoint; else it is removed."""
 
@@ -348,6 +350,7 @@ def _host_config(client: Any, plan: ContainerPlan, rlimits: dict[str, int]) -> A
         nano_cpus=None if plan.cpus is None else round(plan.cpus * 1e9),
         ulimits=[{"Name": name, "Soft": value, "Hard": value} for name, value in rlimits.items()],
         tmpfs={"/tmp": f"mode=1777,nosuid,nodev,exec,size={plan.tmp_bytes}"},
+        storage_opt=None if plan.disk_bytes is None else {"size": str(plan.disk_bytes)},
         # The daemon would write everything that a shell says to a file of its own.
         log_config={"Type": "none"},
     )  # fmt: skip
