@@ -160,8 +160,8 @@ class Daemon:
     @cached_property
     def _is_podman(self) -> bool:
         with _errors("ask for the version"):
-            parts = self._client.version().get("Components") or []
-        return any("podman" in str(part.get("Name")).lower() for part in parts)
+            parts = cast("list[dict[str, str]]", self._client.version().get("Components") or [])
+        return any("podman" in part.get("Name", "").lower() for part in parts)
 
     def start(self, container: str) -> None:
         with _errors(f"start {container}"):
