@@ -39,6 +39,10 @@ class EnginePool:
     def __repr__(self) -> str:
         return f"<EnginePool {' '.join(self._entries)} jobs={list(self._posts)}>"
 
+    @property
+    def entries(self) -> list[EngineEntry]:
+        return list(self._entries.values())
+
     @asynccontextmanager
     async def crew(self, needs: Requirements, ground: Ground) -> AsyncGenerator[Crew]:
         """A job's engines while the block runs; `begin` opens them.

@@ -15,6 +15,7 @@ from sostenuto.records import Trajectory, validate
 from sostenuto.runtime.config import GatewaySettings
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.gateway.opening import OpenGateway, open_gateway
+from sostenuto.runtime.gateway.workers import Workers
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.scheduler.settings import SchedulerSettings
@@ -116,6 +117,7 @@ async def fronted(
     environment: dict[str, str] | None = None,
     engine: dict[str, Any] | None = None,
     scheduler: SchedulerSettings | None = None,
+    workers: Workers | None = None,
 ) -> AsyncGenerator[Front]:
     """Nothing is held by any engine afterwards, and every program has its record."""
     folder = ModelFolder.open(model)
@@ -134,6 +136,7 @@ async def fronted(
                 settings or GatewaySettings(),
                 prefix="gateway",
                 environment=(environment or {}).get,
+                workers=workers,
             ) as gateway,
             aiohttp.ClientSession() as http,
         ):

@@ -89,6 +89,11 @@ class Lane:
     def __repr__(self) -> str:
         return f"<Lane {self.id} {self.calls} calls, {len(self.record.token_ids)} tokens>"
 
+    @property
+    def engine_ids(self) -> tuple[EngineId, ...]:
+        """Engines that may hold KV of it."""
+        return tuple(self._engine_ids)
+
     def sequences(self) -> tuple[Sequence, ...]:
         return self.record.sequences()
 
@@ -156,7 +161,8 @@ class Lane:
         ended_s = around.now_s()
         turns = [self.record.sampled(part, started_s=began_s, ended_s=ended_s) for part in parts]
         self.calls += 1
-        self.usage += sum(map(used_by, parts), Usage(prompt_tokens=len(request.token_ids)))
+        queued = Usage(prompt_tokens=len(request.token_ids), queue_s=sum(waited_s.values()))
+        self.usage += sum(map(used_by, parts), queued)
         reply = joined(parts)
         self._acts_after = grant.turn
         self._report_turn(grant.turn, called(turns[-1], reply), reply)
@@ -182,6 +188,7 @@ class Lane:
         """Tell the scheduler that nothing is missing but an engine."""
         if self._place is not None and self._acts_after is not None:
             turn, self._acts_after = self._acts_after, None
+            self.usage += Usage(tool_s=self._home.around.now_s() - self.used_s)
             self._home.around.report(ToolReturned(self.id, turn, self._footprint(), room))
             return
         if not self._may_prepare:

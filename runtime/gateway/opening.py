@@ -18,6 +18,7 @@ from sostenuto.runtime.gateway.routes import routes
 from sostenuto.runtime.gateway.server import Gateway, listening
 from sostenuto.runtime.gateway.sessions import Books, Lifetimes, Sessions
 from sostenuto.runtime.gateway.texts import Texts
+from sostenuto.runtime.gateway.workers import Workers
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.vocabulary import Vocabulary
 from sostenuto.tools.exposure import listening_socket, server_tls
@@ -43,12 +44,13 @@ async def open_gateway(
     *,
     prefix: str,
     environment: Callable[[str], str | None] = os.environ.get,
+    workers: Workers | None = None,
 ) -> AsyncGenerator[OpenGateway]:
     """Answer until the block is left; every program of the gateway is over then.
 
     `books`: None to answer nobody but programs that are opened here, each with a key minted for it.
-
-    `prefix` begins the ids of its programs.  ConfigError for keys that are too short, or a port in use.
+    `prefix` begins the ids of its programs.  `workers`: the engines, where clients may bring and take them.
+    ConfigError for keys that are too short, or a port in use.
     """
     keys = Keys()
     is_guarded = books is None or _take_keys(keys, settings, environment)
@@ -76,7 +78,7 @@ async def open_gateway(
         with listening_socket(settings) as sock:
             scheme, port = "https" if tls else "http", sock.getsockname()[1]
             running.start_soon(sessions.keep_expiring)
-            async with listening(gateway.application(routes(gateway)), sock, tls):
+            async with listening(gateway.application(routes(gateway, workers)), sock, tls):
                 yield OpenGateway(f"{scheme}://{settings.host}:{port}", sessions, keys)
         sessions.close()
         running.cancel_scope.cancel()

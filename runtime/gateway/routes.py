@@ -10,14 +10,13 @@ from sostenuto.runtime.gateway.dialects.inference import InferenceDialect
 from sostenuto.runtime.gateway.dialects.responses import ResponsesDialect
 from sostenuto.runtime.gateway.dialects.sglang import SGLangDialect
 from sostenuto.runtime.gateway.keys import Scope
+from sostenuto.runtime.gateway.programs_routes import programs_routes
 from sostenuto.runtime.gateway.refusing import json_reply
-from sostenuto.runtime.gateway.server import Gateway, Handler, require
-
-_PROGRAM = "/p/{program}"
-"""Before a path: the program that it is of."""
+from sostenuto.runtime.gateway.server import OF_PROGRAM, Gateway, Handler, require
+from sostenuto.runtime.gateway.workers import Workers, worker_routes
 
 
-def routes(gateway: Gateway) -> list[web.RouteDef]:
+def routes(gateway: Gateway, workers: Workers | None = None) -> list[web.RouteDef]:
     """Every route, each model call also under the path of a program."""
     anthropic = AnthropicDialect()
     calls: list[tuple[str, Dialect]] = [
@@ -32,9 +31,10 @@ def routes(gateway: Gateway) -> list[web.RouteDef]:
     handlers.append(("/v1/messages/count_tokens", gateway.question(anthropic, counted)))
     found = [web.get("/health", _health)]
     for path, handler in handlers:
-        found += [web.post(path, handler), web.post(_PROGRAM + path, handler)]
+        found += [web.post(path, handler), web.post(OF_PROGRAM + path, handler)]
     models = _models(gateway)
-    return [*found, web.get("/v1/models", models), web.get(f"{_PROGRAM}/v1/models", models)]
+    found += [web.get("/v1/models", models), web.get(f"{OF_PROGRAM}/v1/models", models)]
+    return [*found, *programs_routes(gateway), *worker_routes(gateway, workers)]
 
 
 async def _health(_request: web.Request) -> web.Response:

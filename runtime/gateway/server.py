@@ -27,6 +27,7 @@ from sostenuto.runtime.gateway.answering import ID, REQUEST_IDS, Answer, answere
 from sostenuto.runtime.gateway.dialects.dialect import Call, Dialect, Json, Served
 from sostenuto.runtime.gateway.identity import Identity, Strength, identify
 from sostenuto.runtime.gateway.keys import EVERYTHING, PREFIX, Grantee, Keys, Scope
+from sostenuto.runtime.gateway.meters import Meters
 from sostenuto.runtime.gateway.refusing import as_refused, json_reply, plain_error
 from sostenuto.runtime.gateway.replies import past_of
 from sostenuto.runtime.gateway.sessions import Sessions
@@ -34,6 +35,10 @@ from sostenuto.runtime.gateway.turn import Refused
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _CLOSE_S = 2.0
+_GONE = 499
+"""A status for counting: the client went away."""
+OF_PROGRAM = "/p/{program}"
+"""Before a path: the program that it is of."""
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +71,7 @@ class Gateway:
         self.sessions = sessions
         self.served = served
         self.keys = keys
+        self.meters = Meters()
         self._body_bytes = body_bytes
         self._keep_alive_s = keep_alive_s
         self._is_guarded = is_guarded
@@ -109,7 +115,10 @@ class Gateway:
         call = self._chained(dialect.read(body, self.served), identity)
         once, join = _once(request, raw)
         answer = Answer(self.sessions, identity, call, once=once, join=join)
-        return await answered(request, answer, dialect, self.served, keep_alive_s=self._keep_alive_s)
+        try:
+            return await answered(request, answer, dialect, self.served, keep_alive_s=self._keep_alive_s)
+        finally:
+            self.meters.sampled(answer.told)
 
     def _chained(self, call: Call, identity: Identity) -> Call:
         """The call with what it goes on from; Refused when that is not here."""
@@ -153,14 +162,29 @@ class Gateway:
         given = request.headers.get(REQUEST_IDS[0], "")
         request_id = given if _REQUEST_ID.fullmatch(given) else token_hex(8)
         request[ID] = request_id
+        began_s, status = anyio.current_time(), _GONE
         try:
-            response = await handler(request)
-        except (SostenutoError, web.HTTPException) as error:
-            refused = as_refused(error)
-            response = json_reply(plain_error(refused), refused)
+            response = await _explained(request, handler)
+            status = response.status
+        finally:
+            self.meters.answered(_route_of(request), status, anyio.current_time() - began_s)
         if not response.prepared:
             response.headers.update(dict.fromkeys(REQUEST_IDS, request_id))
         return response
+
+
+async def _explained(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except (SostenutoError, web.HTTPException) as error:
+        refused = as_refused(error)
+        return json_reply(plain_error(refused), refused)
+
+
+def _route_of(request: web.Request) -> str:
+    """The path as it was registered, without the program that it is of."""
+    resource = request.match_info.route.resource
+    return resource.canonical.removeprefix(OF_PROGRAM) if resource is not None else "none"
 
 
 @asynccontextmanager

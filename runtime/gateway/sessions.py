@@ -24,6 +24,7 @@ from sostenuto.runtime.gateway.replies import Replies
 from sostenuto.runtime.gateway.session import Session
 from sostenuto.runtime.gateway.terms import Terms
 from sostenuto.runtime.gateway.turn import Ask, Refused, Standing, Told
+from sostenuto.scheduler.program import Snapshot
 from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId
 
 SERVED = Outcome(OutcomeKind.SERVED)
@@ -113,6 +114,10 @@ class Sessions:
     def find(self, name: str) -> Resident | None:
         return self._residents.get(name)
 
+    def snapshot(self) -> Snapshot:
+        """Of the scheduler, whose programs are our lanes and whatever else it runs."""
+        return self._dispatcher.scheduler.snapshot()
+
     def resident(self, identity: Identity) -> Resident | None:
         """The program that a call is of, where it is here already."""
         return self._residents.get(self._root(identity))
@@ -160,8 +165,15 @@ class Sessions:
         return resident, replace(told, standing=Standing.REPEATED) if joined else told
 
     def release(self, name: str) -> None:
-        """A program that named itself is over; Refused for one that is not there."""
+        """A program that named itself is over; Refused for one that is not there, or has an owner."""
         resident = self._residents.get(name)
+        if resident is not None and resident.strength is Strength.KEY:
+            raise Refused(
+                f"program {name[:80]!r} belongs to a job, which ends it; cancel the job",
+                status=409,
+                field="program_id",
+                code="owned",
+            )
         if resident is None:
             raise Refused(
                 f"program {name[:80]!r} is not here; it has ended, or never made a call",
@@ -200,7 +212,10 @@ class Sessions:
             # With a blank, as no client can name its program.
             return self._served(f"~ {number}", Strength.NONE), ""
         root = self._root(identity)
-        resident = self._residents.get(root) or self._served(root, identity.strength)
+        resident = self._residents.get(root)
+        if resident is None or resident.strength is Strength.KEY:
+            _refuse_without_owner(resident, identity)
+        resident = resident or self._served(root, identity.strength)
         if root == identity.name:
             return resident, ""
         self._parents[identity.name] = root
@@ -284,3 +299,20 @@ class Sessions:
 
 def _has_served(books: Books, session: Session) -> None:
     books.ended(session.trajectory(task_id="gateway", outcome=SERVED))
+
+
+def _refuse_without_owner(resident: Resident | None, identity: Identity) -> None:
+    """A program that has an owner is begun by that, and reached by its key alone."""
+    if resident is None and identity.strength is Strength.KEY:
+        raise Refused(
+            f"the program of this key, {identity.name}, is over; ask its owner for another key",
+            status=401,
+            code="program_over",
+        )
+    if resident is not None and identity.strength is not Strength.KEY:
+        raise Refused(
+            f"program {resident.name[:80]!r} is reached by the key that was made for it; choose another name",
+            status=403,
+            field="program_id",
+            code="owned",
+        )

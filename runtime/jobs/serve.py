@@ -10,6 +10,7 @@ from anyio import to_thread
 from sostenuto.errors import ConfigError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.gateway.opening import OpenGateway, open_gateway
+from sostenuto.runtime.gateway.workers import PoolWorkers
 from sostenuto.runtime.jobs.workshop import Premises, open_workshop
 from sostenuto.runtime.journal import Journal, ProgramEnded, ProgramSubmitted
 from sostenuto.runtime.ledger import Ledger
@@ -62,6 +63,13 @@ async def serving(job: ServeJob, premises: Premises) -> AsyncGenerator[OpenGatew
     books = ServedBooks(premises.ledger, premises.journal)
     async with (
         open_workshop(premises, job) as shop,
-        open_gateway(shop.dispatcher, folder, books, premises.config.gateway, prefix=job.name) as gateway,
+        open_gateway(
+            shop.dispatcher,
+            folder,
+            books,
+            premises.config.gateway,
+            prefix=job.name,
+            workers=PoolWorkers(premises.engines),
+        ) as gateway,
     ):
         yield gateway
