@@ -149,6 +149,9 @@ class Fleet:
         """Engines that are alive."""
         return len(self._lives)
 
+    def alive(self) -> dict[EngineId, Engine]:
+        return {life.id: life.engine for life in self._lives.values()}
+
     @property
     def features(self) -> frozenset[Feature]:
         """What all engines that are alive have; empty while there is none."""

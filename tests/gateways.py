@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from sostenuto.records import Trajectory, validate
 from sostenuto.runtime.config import GatewaySettings
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.gateway.opening import OpenGateway, open_gateway
+from sostenuto.runtime.gateway.routes import Controls
+from sostenuto.runtime.gateway.weights import open_weights
 from sostenuto.runtime.gateway.workers import Workers
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
@@ -118,17 +120,22 @@ async def fronted(
     engine: dict[str, Any] | None = None,
     scheduler: SchedulerSettings | None = None,
     workers: Workers | None = None,
+    published: Path | None = None,
+    engine_type: type[ScriptedEngine] = ScriptedEngine,
 ) -> AsyncGenerator[Front]:
     """Nothing is held by any engine afterwards, and every program has its record."""
     folder = ModelFolder.open(model)
     renderer, ended = open_renderer(folder), Ended()
-    scripted = ScriptedEngine(renderer, script)
+    scripted = engine_type(renderer, script)
     for name, value in (engine or {}).items():
         setattr(scripted, name, value)
     async with open_dispatcher(
         scheduler or SchedulerSettings(), {ENGINE: scripted}, FakeTools(), renderer
     ) as dispatcher:
         async with (
+            open_weights(dispatcher, lambda: dispatcher.version.next(), published)  # noqa: PLW0108 - it rises
+            if published
+            else nullcontext() as weights,
             open_gateway(
                 dispatcher,
                 folder,
@@ -136,7 +143,7 @@ async def fronted(
                 settings or GatewaySettings(),
                 prefix="gateway",
                 environment=(environment or {}).get,
-                workers=workers,
+                controls=Controls(workers, weights),
             ) as gateway,
             aiohttp.ClientSession() as http,
         ):

@@ -112,6 +112,7 @@ class ScriptedEngine:
     may_rewrite: bool = False
     """Whether a program may go on with another history."""
     features: frozenset[Feature] = frozenset()
+    version: str = "0.0"
     refuses: int = 0
     """Status of an answer to each request; 0: none."""
     requests: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
@@ -125,7 +126,7 @@ class ScriptedEngine:
             kv_tokens=self.kv_tokens,
             concurrency=self.concurrency,
             shares_prefixes=False,
-            version="0.0",
+            version=self.version,
             dtype="float32",
             threads=1,
             features=self.features,
@@ -146,7 +147,7 @@ class ScriptedEngine:
             tell(reply, spans)
             return reply
         for id_, value in zip(reply.token_ids, reply.logprobs, strict=True):
-            spans(WireSpan(token_ids=[id_], logprobs=[value], version="0.0"))
+            spans(WireSpan(token_ids=[id_], logprobs=[value], version=self.version))
             await anyio.sleep(self.token_s)
         return reply
 
@@ -168,7 +169,7 @@ class ScriptedEngine:
         return GenerateReply(
             token_ids=ids,
             logprobs=[-0.5] * len(ids),
-            versions=[WireVersionSpan(version="0.0", start=0, end=len(ids))],
+            versions=[WireVersionSpan(version=self.version, start=0, end=len(ids))],
             finish_reason=FinishReason.STOP if ids == whole else FinishReason.LENGTH,
             matched=next((text for text in request.sampling.stop_strings if text in message.content), None),
             cached_tokens=cached,

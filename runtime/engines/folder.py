@@ -18,7 +18,7 @@ from typing import IO
 from sostenuto.errors import EngineError
 from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
 
-_DTYPES = {
+DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
@@ -144,6 +144,6 @@ def _copy(entry: TensorEntry, source: mmap.mmap, target: IO[bytes]) -> None:
 
 
 def _dtype(entry: TensorEntry) -> str:
-    if entry.dtype not in _DTYPES:
+    if entry.dtype not in DTYPES:
         raise EngineError(f"{entry.name!r}: {entry.dtype} has no name in safetensors; convert it before")
-    return _DTYPES[entry.dtype]
+    return DTYPES[entry.dtype]

@@ -14,11 +14,10 @@ from sostenuto.runtime.config import GatewaySettings
 from sostenuto.runtime.dispatcher import Dispatcher
 from sostenuto.runtime.gateway.dialects.dialect import Served
 from sostenuto.runtime.gateway.keys import Keys, Scope
-from sostenuto.runtime.gateway.routes import routes
+from sostenuto.runtime.gateway.routes import Controls, routes
 from sostenuto.runtime.gateway.server import Gateway, listening
 from sostenuto.runtime.gateway.sessions import Books, Lifetimes, Sessions
 from sostenuto.runtime.gateway.texts import Texts
-from sostenuto.runtime.gateway.workers import Workers
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.vocabulary import Vocabulary
 from sostenuto.tools.exposure import listening_socket, server_tls
@@ -44,12 +43,12 @@ async def open_gateway(
     *,
     prefix: str,
     environment: Callable[[str], str | None] = os.environ.get,
-    workers: Workers | None = None,
+    controls: Controls | None = None,
 ) -> AsyncGenerator[OpenGateway]:
     """Answer until the block is left; every program of the gateway is over then.
 
     `books`: None to answer nobody but programs that are opened here, each with a key minted for it.
-    `prefix` begins the ids of its programs.  `workers`: the engines, where clients may bring and take them.
+    `prefix` begins the ids of its programs.  `controls`: what clients may change.
     ConfigError for keys that are too short, or a port in use.
     """
     keys = Keys()
@@ -78,7 +77,7 @@ async def open_gateway(
         with listening_socket(settings) as sock:
             scheme, port = "https" if tls else "http", sock.getsockname()[1]
             running.start_soon(sessions.keep_expiring)
-            async with listening(gateway.application(routes(gateway, workers)), sock, tls):
+            async with listening(gateway.application(routes(gateway, controls or Controls())), sock, tls):
                 yield OpenGateway(f"{scheme}://{settings.host}:{port}", sessions, keys)
         sessions.close()
         running.cancel_scope.cancel()

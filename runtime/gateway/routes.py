@@ -1,5 +1,7 @@
 """Which path is answered by what."""
 
+from dataclasses import dataclass
+
 from aiohttp import web
 
 from sostenuto.runtime.gateway.dialects.anthropic import AnthropicDialect, counted
@@ -13,10 +15,20 @@ from sostenuto.runtime.gateway.keys import Scope
 from sostenuto.runtime.gateway.programs_routes import programs_routes
 from sostenuto.runtime.gateway.refusing import json_reply
 from sostenuto.runtime.gateway.server import OF_PROGRAM, Gateway, Handler, require
+from sostenuto.runtime.gateway.weights import Weights
+from sostenuto.runtime.gateway.weights_routes import weights_routes
 from sostenuto.runtime.gateway.workers import Workers, worker_routes
 
 
-def routes(gateway: Gateway, workers: Workers | None = None) -> list[web.RouteDef]:
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What clients with the scope `admin` may change; None: nothing of it."""
+
+    workers: Workers | None = None
+    weights: Weights | None = None
+
+
+def routes(gateway: Gateway, controls: Controls) -> list[web.RouteDef]:
     """Every route, each model call also under the path of a program."""
     anthropic = AnthropicDialect()
     calls: list[tuple[str, Dialect]] = [
@@ -34,7 +46,12 @@ def routes(gateway: Gateway, workers: Workers | None = None) -> list[web.RouteDe
         found += [web.post(path, handler), web.post(OF_PROGRAM + path, handler)]
     models = _models(gateway)
     found += [web.get("/v1/models", models), web.get(f"{OF_PROGRAM}/v1/models", models)]
-    return [*found, *programs_routes(gateway), *worker_routes(gateway, workers)]
+    return [
+        *found,
+        *programs_routes(gateway),
+        *worker_routes(gateway, controls.workers),
+        *weights_routes(gateway, controls.weights),
+    ]
 
 
 async def _health(_request: web.Request) -> web.Response:

@@ -10,6 +10,8 @@ from anyio import to_thread
 from sostenuto.errors import ConfigError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.gateway.opening import OpenGateway, open_gateway
+from sostenuto.runtime.gateway.routes import Controls
+from sostenuto.runtime.gateway.weights import open_weights
 from sostenuto.runtime.gateway.workers import PoolWorkers
 from sostenuto.runtime.jobs.workshop import Premises, open_workshop
 from sostenuto.runtime.journal import Journal, ProgramEnded, ProgramSubmitted
@@ -63,13 +65,14 @@ async def serving(job: ServeJob, premises: Premises) -> AsyncGenerator[OpenGatew
     books = ServedBooks(premises.ledger, premises.journal)
     async with (
         open_workshop(premises, job) as shop,
+        open_weights(shop.dispatcher, premises.new_version, premises.run.path / "published") as weights,
         open_gateway(
             shop.dispatcher,
             folder,
             books,
             premises.config.gateway,
             prefix=job.name,
-            workers=PoolWorkers(premises.engines),
+            controls=Controls(PoolWorkers(premises.engines), weights),
         ) as gateway,
     ):
         yield gateway
