@@ -5,6 +5,7 @@
 1. The adapter's contract tests, on the real server.
 2. Every body that the adapter's tests send, against SGLang's own types.
 3. Programs of several turns on the real server, with weights that are published while they run.
+4. On another one, a job that learns and publishes its weights.
 Ends with status 1 when something of it fails.  Figures are printed as they come, one JSON object a line.
 """
 
@@ -22,6 +23,8 @@ from typing import Any, cast
 import anyio
 import anyio.to_thread
 
+from benchmarks.engine_suites import job_passes, passes
+from benchmarks.engine_suites import make_model as make_job_model
 from benchmarks.figure import Figure
 from benchmarks.sglang_environment import sglang_python
 from benchmarks.sglang_server import make_model, serve
@@ -38,7 +41,6 @@ PROMPT_TOKENS, TURN_TOKENS, RESULT_TOKENS = 64, 24, 16
 TOOL_S = 0.1
 _CONTRACT = "tests/test_sglang_adapter.py"
 _FAKED = [f"tests/test_sglang_{part}.py" for part in ("traps", "updates", "distributed", "bad_input")]
-_HERE = Path(__file__).parent.parent
 
 
 @dataclass(slots=True)
@@ -72,23 +74,19 @@ async def _measure(python: Path, place: Path) -> list[str]:
     async with serve(python, model, place / "sglang.log") as url:
         _tell("start of the server", time.monotonic() - began_s, "s")
         served = {"SOSTENUTO_SGLANG_URL": url, "SOSTENUTO_SGLANG_MODEL": str(model)}
-        if not await _pytest(served, _CONTRACT):
+        if not await passes(served, _CONTRACT):
             failed.append("contract tests on the real server")
         await _programs(url, model, place)
+    job_model = await anyio.to_thread.run_sync(make_job_model, place / "job", 0)
+    async with serve(python, job_model, place / "sglang-job.log") as url:
+        if not await job_passes("sglang", url, job_model, place):
+            failed.append("a job on the real server")
     bodies = place / "bodies.jsonl"
-    if not await _pytest({"SOSTENUTO_SGLANG_BODIES": str(bodies)}, _CONTRACT, *_FAKED):
+    if not await passes({"SOSTENUTO_SGLANG_BODIES": str(bodies)}, _CONTRACT, *_FAKED):
         failed.append("contract tests on the fake server")
     if not await _check_bodies(python, bodies):
         failed.append("bodies against SGLang's types")
     return failed
-
-
-async def _pytest(environment: dict[str, str], *suites: str) -> bool:
-    command = [sys.executable, "-m", "pytest", "-q", *suites]
-    process = await anyio.run_process(
-        command, check=False, cwd=_HERE, env=os.environ | environment, stdout=sys.stderr, stderr=sys.stderr
-    )
-    return process.returncode == 0
 
 
 async def _check_bodies(python: Path, bodies: Path) -> bool:

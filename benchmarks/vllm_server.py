@@ -4,9 +4,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import IO
 
 import aiohttp
 import anyio
@@ -15,7 +16,7 @@ from anyio.abc import Process
 from benchmarks.vllm_model import CONTEXT_TOKENS
 
 BLOCK_TOKENS = 32
-_START_WITHIN_S = 600
+_START_WITHIN_S = 900
 _STOP_WITHIN_S = 30
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -28,20 +29,33 @@ _ENVIRONMENT = {
 
 
 @asynccontextmanager
-async def serve(vllm: Path, model: Path, *, blocks: int) -> AsyncGenerator[str]:
-    """Start it, give its address once it is healthy, and end it with everything that it started."""
+async def serve(
+    vllm: Path,
+    model: Path,
+    *,
+    blocks: int,
+    context_tokens: int = CONTEXT_TOKENS,
+    flags: Sequence[str] = (),
+    log: IO[str] | None = None,
+) -> AsyncGenerator[str]:
+    """Start it, give its address once it is healthy, and end it with everything that it started.
+
+    `log`: where it writes; None: our standard error.
+    """
     port = _free_port()
     command = [
-        str(vllm), "serve", str(model), "--served-model-name", "truth",
+        # Through its Python: an environment that was moved has commands that name the old place.
+        str(vllm.with_name("python")), str(vllm), "serve", str(model), "--served-model-name", "truth",
         "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", str(CONTEXT_TOKENS),
+        "--dtype", "float32", "--enforce-eager", "--max-model-len", str(context_tokens),
         "--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(blocks),
         "--max-num-seqs", "32", "--max-num-batched-tokens", "1024",
-        "--enable-prefix-caching", "--enable-prompt-tokens-details",
+        "--enable-prefix-caching", "--enable-prompt-tokens-details", *flags,
     ]  # fmt: skip
     process = await anyio.open_process(
-        command, env=os.environ | _ENVIRONMENT, stdout=sys.stderr, stderr=sys.stderr, start_new_session=True
-    )
+        command, env=os.environ | _ENVIRONMENT,
+        stdout=log or sys.stderr, stderr=log or sys.stderr, start_new_session=True,
+    )  # fmt: skip
     try:
         url = f"http://127.0.0.1:{port}"
         with anyio.fail_after(_START_WITHIN_S):
