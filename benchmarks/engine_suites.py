@@ -13,7 +13,8 @@ from sostenuto.runtime.quickstart.tokenizer import tokenizer_material, train_tok
 
 CONTEXT_TOKENS = 1024
 _HERE = Path(__file__).parent.parent
-_SHAPE = ModelShape(layers=2, hidden=64, heads=4, feed_forward=128, context_tokens=CONTEXT_TOKENS)
+_SHAPE = ModelShape(layers=2, hidden=256, heads=4, feed_forward=512, context_tokens=CONTEXT_TOKENS)
+"""vLLM on CPU has no attention for heads of 16."""
 
 
 def make_model(folder: Path, seed: int) -> Path:
