@@ -115,7 +115,7 @@ def agent(
 def _made(run: Run, declared: Mapping[str, object]) -> type[Agent[Any]]:
     if not isinstance(run, FunctionType):
         raise ConfigError(f"agent: {run!r:.80} is no function; give one made with `def` or `async def`")
-    task_type = _task_type(run)
+    task_type = task_type_of(run, "agent", _remedy(run))
     _check_keywords(run, has_sandbox=_SANDBOX in declared)
     body = {
         **declared,
@@ -130,17 +130,17 @@ def _made(run: Run, declared: Mapping[str, object]) -> type[Agent[Any]]:
     return cast("type[Agent[Any]]", made)
 
 
-def _task_type(run: FunctionType) -> type[BaseModel]:
-    parameters = list(inspect.signature(run).parameters.values())
+def task_type_of(function: FunctionType, what: str, remedy: str) -> type[BaseModel]:
+    """The annotation of its first parameter; ConfigError when that is no task type."""
+    parameters = list(inspect.signature(function).parameters.values())
+    what = f"{what} {function.__name__}"
     if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
-        raise ConfigError(f"agent {run.__name__} takes no task; {_remedy(run)}")
-    found = resolve_hints(run, f"agent {run.__name__}").get(parameters[0].name)
+        raise ConfigError(f"{what} takes no task; {remedy}")
+    found = resolve_hints(function, what).get(parameters[0].name)
     if isinstance(found, type) and issubclass(cast("type[object]", found), BaseModel):
         return cast("type[BaseModel]", found)
     said = "nothing" if found is None else repr(found)
-    raise ConfigError(
-        f"agent {run.__name__}: its task type is {said}; make it a pydantic model, and {_remedy(run)}"
-    )
+    raise ConfigError(f"{what}: its task type is {said}; make it a pydantic model, and {remedy}")
 
 
 def _check_keywords(run: FunctionType, *, has_sandbox: bool) -> None:

@@ -9,6 +9,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 import anyio
 
@@ -122,7 +123,7 @@ class _Stay:
         self._needs_release = True
         await self._tools.prepare(
             self._spec.id,
-            self._spec.environment,
+            self._spec.environment.model_copy(update={"gateway": urlsplit(self._gateway.url).netloc}),
             self._spec.task,
             seed=self._spec.environment_seed,
             timeout_s=self._timeouts.prepare_s,

@@ -119,3 +119,54 @@ def blocks(task: Riddle, *, base_url: str, api_key: str) -> float:
             task.note("ended", str(error))
             raise
         time.sleep(0.05)
+
+
+@so.agent
+async def says_something_even(task: Riddle, *, base_url: str, api_key: str) -> float:
+    """Two turns; a model without any skill is right half of the time."""
+    messages = [user(task.question)]
+    messages += [await chat(base_url, api_key, messages), user("Once more.")]
+    last = await chat(base_url, api_key, messages, seed=7)
+    return float(len(last["content"]) % 2 == 0)
+
+
+def questions(count: int) -> list[Riddle]:
+    return [Riddle(question=f"What is {number}?") for number in range(count)]
+
+
+COMMAND = """\
+import json, os, sys, urllib.error, urllib.request
+
+def post(url, key, body):
+    head = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), head)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == base
+try:
+    post("http://127.0.0.1:9/elsewhere", key, {})
+except urllib.error.HTTPError as error:
+    print("elsewhere:", error.code)
+body = {"model": "default", "messages": [{"role": "user", "content": sys.argv[1]}]}
+said = post(base + "/chat/completions", key, body)["choices"][0]["message"]["content"]
+open("answer", "w").write(said)
+"""
+
+
+async def answer_is_right(task: Riddle, *, sandbox: Any, result: Any) -> dict[str, float]:  # noqa: ANN401
+    """Reads what the command has left, and that it reached nothing else."""
+    assert result.exit_code == 0, result.output
+    return {
+        "reward": float(await sandbox.read("answer") == task.answer),
+        "refused": float("elsewhere: 403" in result.output),
+    }
+
+
+script = so.command_agent(
+    ["python3", "agent.py", "{question}"],
+    reward=answer_is_right,
+    sandbox=so.SandboxSpec(files={"agent.py": COMMAND}),
+)
+missing = so.command_agent(["no-such-agent", "{question}"], reward=answer_is_right)

@@ -1,11 +1,12 @@
 """How a program comes to hold a sandbox and a prepared environment."""
 
 import re
+from dataclasses import replace
 from itertools import count
 
 import anyio
 
-from sostenuto.errors import EnvironmentFailure, SandboxError, ToolServerError
+from sostenuto.errors import ConfigError, EnvironmentFailure, SandboxError, ToolServerError
 from sostenuto.sandbox.protocol import Blueprint
 from sostenuto.tools.bounded import bounded
 from sostenuto.tools.facts import FactsCache
@@ -13,7 +14,7 @@ from sostenuto.tools.host import EnvironmentFacts, Hosts
 from sostenuto.tools.program import Program
 from sostenuto.tools.setup import Setup
 from sostenuto.tools.stock import Stock
-from sostenuto.tools.wire import EnvironmentRef, Prepared, PrepareRequest
+from sostenuto.tools.wire import GATEWAY, EnvironmentRef, Prepared, PrepareRequest
 
 GRACE_S = 5.0
 """A host keeps deadlines itself and ends its worker there; this much later it is waited for no longer."""
@@ -33,7 +34,8 @@ class Preparation:
         deadline_s = anyio.current_time() + request.timeout_s
         facts = await self._read(request.environment, deadline_s)
         if facts.blueprint is not None:
-            await self._start_sandbox(program, facts.blueprint, facts.setup, deadline_s)
+            blueprint = _with_gateway(facts.blueprint, request.environment.gateway)
+            await self._start_sandbox(program, blueprint, facts.setup, deadline_s)
         left_s = _left_s(deadline_s)
         return await bounded(
             lambda: self._reset(program, request.model_copy(update={"timeout_s": left_s})),
@@ -70,6 +72,16 @@ class Preparation:
     async def _reset(self, program: Program, request: PrepareRequest) -> Prepared:
         program.host = await self._hosts.choose(request.environment)
         return await program.host.prepare(program.id, request, program.sandbox)
+
+
+def _with_gateway(blueprint: Blueprint, place: str) -> Blueprint:
+    """The blueprint whose list has the place of the gateway, where it asks for that."""
+    if GATEWAY not in blueprint.network:
+        return blueprint
+    if not place:
+        raise ConfigError(f"network: {GATEWAY} is there for agents alone; run it as the env of a job")
+    network = tuple(place if entry == GATEWAY else entry for entry in blueprint.network)
+    return replace(blueprint, network=network)
 
 
 def _left_s(deadline_s: float) -> float:

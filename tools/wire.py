@@ -33,6 +33,8 @@ from sostenuto.errors import Blame
 from sostenuto.types import Episode, Message, SandboxRung
 
 OWNER = "X-Sostenuto-Owner"
+GATEWAY = "gateway.sostenuto.internal"
+"""In the network of a sandbox: where its program's model is."""
 REQUEST_ID = "X-Request-Id"
 
 
@@ -54,6 +56,8 @@ class EnvironmentRef(Wire):
     """Base64 of a cloudpickle of the class, for classes of a script or a notebook."""
     options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Passed to the class as keyword arguments."""
+    gateway: str = ""
+    """HOST:PORT that the entry `gateway.sostenuto.internal` in the network of its sandbox stands for."""
     requirements: tuple[str, ...] = ()
     """What pip installs into the virtual environment of its workers; none: they run as the server does."""
     interpreter: str | None = None

@@ -16,7 +16,7 @@ from sostenuto.runtime.jobs.events import JobResult, WarmStartChecked
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.workshop import Say
 from sostenuto.runtime.quickstart.folder import write_folder
-from sostenuto.runtime.quickstart.recipe import Recipe
+from sostenuto.runtime.quickstart.recipe import ModelShape, Recipe
 from sostenuto.runtime.quickstart.tokenizer import tokenizer_material, train_tokenizer
 from sostenuto.runtime.quickstart.warm import WarmStarter
 from sostenuto.runtime.rendering.choice import open_renderer
@@ -68,9 +68,7 @@ def default_config(directory: Path, *, unsafe: bool = False) -> RuntimeConfig:
 
 async def warm_model(root: Path, recipe: Recipe, seed: int, say: Say) -> tuple[Path, WarmStartChecked]:
     """A warm-started model as a Hugging Face folder under `root`, and what its gate has shown."""
-    fresh = root / f"fresh-{seed}"
-    await anyio.to_thread.run_sync(_write, fresh, recipe, seed)
-    await _draw_weights(fresh, seed)
+    fresh = await fresh_model(root / f"fresh-{seed}", recipe.model, seed)
     folder = ModelFolder.open(fresh)
     renderer = open_renderer(folder)
     async with TrainerClient() as trainer:
@@ -79,15 +77,18 @@ async def warm_model(root: Path, recipe: Recipe, seed: int, say: Say) -> tuple[P
         return await trainer.save(root / f"warm-{seed}", Version(0, 0)), checked
 
 
-def _write(folder: Path, recipe: Recipe, seed: int) -> None:
-    write_folder(folder, train_tokenizer(tokenizer_material(seed)), recipe.model)
-
-
-async def _draw_weights(folder: Path, seed: int) -> None:
+async def fresh_model(folder: Path, shape: ModelShape, seed: int) -> Path:
+    """Write the quickstart's tokenizer and random weights into `folder`."""
+    await anyio.to_thread.run_sync(_write, folder, shape, seed)
     command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", str(seed)]
     done = await anyio.run_process(command, check=False, stderr=subprocess.PIPE)
     if done.returncode:
         raise TrainerError(f"the quickstart's model was not built: {done.stderr.decode(errors='replace')}")
+    return folder
+
+
+def _write(folder: Path, shape: ModelShape, seed: int) -> None:
+    write_folder(folder, train_tokenizer(tokenizer_material(seed)), shape)
 
 
 def _job(folder: Path, recipe: Recipe, seed: int, *, shuffle_rewards: bool) -> RLJob:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sostenuto.envs.agent import agent as agent
+    from sostenuto.envs.command_agent import command_agent as command_agent
     from sostenuto.envs.environment import Environment as Environment
     from sostenuto.envs.registry import Registry as Registry
     from sostenuto.envs.task import Draw as Draw
@@ -78,6 +79,7 @@ _HOME = {
     "Version": "types",
     "WarmStart": "runtime.jobs.job",
     "agent": "envs.agent",
+    "command_agent": "envs.command_agent",
     "so_test": "envs.testing",
     "tool": "tools.decorator",
 }
@@ -115,6 +117,7 @@ __all__ = [
     "Version",
     "WarmStart",
     "agent",
+    "command_agent",
     "so_test",
     "tool",
 ]

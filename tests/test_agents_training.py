@@ -1,0 +1,78 @@
+"""A whole job on an agent function, with a tiny real model: engine, trainer, tool server, gateway."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fakes_agents import questions, says_something_even
+from scripted import TINY, children, write_tokenizer_folder
+from sostenuto.records import Producer, Trajectory, validate
+from sostenuto.runtime.config import RuntimeConfig, ToolServerSettings
+from sostenuto.runtime.jobs.events import JobEvent, StepTrained
+from sostenuto.runtime.jobs.job import RLJob
+from sostenuto.runtime.journal import read_journal
+from sostenuto.runtime.runtime import Runtime
+from sostenuto.trainer.settings import GRPO
+from sostenuto.types import Limits, Purpose, Version
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_tokenizer_folder(tmp_path_factory.mktemp("model"), TINY)
+    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+async def test_a_job_trains_through_an_agent_function(tmp_path: Path, model: Path):
+    before = children()
+    job = RLJob(
+        name="agents", env=says_something_even, model=model, tasks=questions(16), eval_tasks=questions(2),
+        steps=2, groups_per_step=2, algorithm=GRPO(group_size=4, zero_spread="keep"), seed=1,
+        limits=Limits(turns=2, turn_tokens=6),
+    )  # fmt: skip
+    config = RuntimeConfig(directory=tmp_path, tool_server=ToolServerSettings(unsafe=True))
+    async with Runtime(config) as runtime:
+        handle = await runtime.submit(job)
+        told = [event async for event in handle.events()]
+        result = await handle.result()
+    assert children() == before
+    assert (result.steps, result.version) == (2, Version(0, 2))
+    assert result.ledger.closes
+    assert (result.ledger.running, result.ledger.sealed) == (0, 0)
+    assert result.ledger.outcomes["trained"] == 16
+    assert result.ledger.outcomes["evaluated"] == 8
+    assert result.checkpoint is not None
+    weights = "model.safetensors"
+    assert (result.checkpoint / weights).read_bytes() != (model / weights).read_bytes()
+    _assert_the_trainer_saw_what_was_sampled(told)
+    with read_journal(tmp_path / "journal.db") as reader:
+        assert reader.ledger().statistics().closes
+        _assert_records(list(reader.trajectories(purpose=Purpose.TRAIN)))
+
+
+def _assert_the_trainer_saw_what_was_sampled(told: list[JobEvent]) -> None:
+    """At equal weights, the trainer finds the log-probabilities that the engine gave to the gateway."""
+    first = next(event for event in told if isinstance(event, StepTrained))
+    assert first.report.max_abs_dlogp is not None
+    assert first.report.max_abs_dlogp < 1e-4
+
+
+def _assert_records(trained: list[Trajectory]) -> None:
+    groups: dict[str, set[tuple[int, ...]]] = {}
+    for trajectory in trained:
+        validate(trajectory)
+        assert trajectory.metrics["turns"] == 2
+        assert trajectory.trained_tokens > 0
+        sampled = [
+            id_
+            for span in trajectory.spans()
+            if span.producer is Producer.POLICY
+            for id_ in span.token_ids.tolist()
+        ]
+        assert len(sampled) == trajectory.trained_tokens
+        groups.setdefault(trajectory.group_id, set()).add(tuple(sampled))
+    # The seed that the agent asks with makes no member of a group the same as another.
+    assert all(len(members) == 4 for members in groups.values())
