@@ -11,9 +11,11 @@ from fakes_agents import Riddle, answer_is_right, missing, script
 from hosts import until
 from scripted import says, specs_of, write_tokenizer_folder
 from sostenuto.envs.declaration import author_file
-from sostenuto.errors import Blame, ConfigError
+from sostenuto.envs.registry import environment_ref
+from sostenuto.errors import Blame, ConfigError, SostenutoError
 from sostenuto.records import validate
 from sostenuto.runtime.config import ToolServerSettings
+from sostenuto.types import ProgramId
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +40,10 @@ async def test_a_command_reaches_its_model_and_nothing_else_and_is_scored_by_wha
         assert failed is not None
         assert failed.blame is Blame.ENVIRONMENT
         assert "no-such-agent cannot be run in the sandbox: " in str(failed)
+        with pytest.raises(SostenutoError, match="is there for agents alone; run it as the env of a job"):
+            await stage.client.prepare(ProgramId("r"), environment_ref(script), task.model_dump())
         await until(lambda: not stage.engine.held)
         await stage.assert_nothing_is_held()
-
-
-async def test_without_a_job_there_is_no_gateway_to_reach():
-    with pytest.raises(ConfigError, match="is there for agents alone; run it as the env of a job"):
-        async with so.so_test(script, Riddle(question="?")):
-            pass
 
 
 def test_what_a_command_leaves_out_of_its_description_is_found_out_at_once():
