@@ -148,6 +148,25 @@ async def test_a_stream_says_the_same_as_a_reply(model: Path):
         assert [choice for chunk in chunks for choice in chunk["choices"]] == whole.json["choices"]
 
 
+async def test_text_is_told_while_it_is_sampled_and_never_a_stop_text(model: Path):
+    said = "one two, three four, five six"
+    async with fronted(model, always(said), engine={"token_s": 0.05}) as front:
+        asked = {"prompt": "Count: ", "echo": True, "max_tokens": 200, "stream": True}
+        for stop, expected in ((None, said), (", five", "one two, three four")):
+            body = (await front.post(PATH, {**asked, "stop": stop, "return_token_ids": True})).body
+            *chunks, done = events_of(body)
+            choices = [chunk["choices"][0] for chunk in chunks]
+            assert done == "[DONE]"
+            assert len(choices) > 3
+            assert "".join(choice["text"] for choice in choices) == f"Count: {expected}"
+            reasons = [choice["finish_reason"] for choice in choices]
+            assert reasons == [None] * (len(choices) - 1) + ["stop"]
+            assert (
+                front.engine.contexts[front.ended.records[-1].program_id][-3:]
+                == choices[-1]["token_ids"][-3:]
+            )
+
+
 async def test_a_program_of_tokens_goes_on_with_its_kv(model: Path):
     async with fronted(model, always("yes")) as front:
         first = await front.post(PATH, {"prompt": PROMPT, "return_token_ids": True}, NAMED)

@@ -84,6 +84,22 @@ async def test_a_stream_of_tokens_says_the_same_as_a_reply(model: Path):
         assert [choice for chunk in chunks for choice in chunk["choices"]] == whole.json["choices"]
 
 
+async def test_tokens_are_told_as_they_are_sampled_each_once(model: Path):
+    async with fronted(model, always("one two three"), engine={"token_s": 0.01}) as front:
+        asked = {**inference(logprobs=0), "stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last, usage, done = events_of((await front.post(INFERENCE, asked)).body)
+        choices = [chunk["choices"][0] for chunk in (*chunks, last)]
+        ids = [id_ for choice in choices for id_ in choice["token_ids"]]
+        names = [one["token"] for choice in choices for one in choice["logprobs"]["content"]]
+        assert done == "[DONE]"
+        assert len(chunks) == len(ids) == usage["usage"]["completion_tokens"]
+        assert names == [f"token_id:{id_}" for id_ in ids]
+        assert [choice["finish_reason"] for choice in choices] == [None] * len(chunks) + ["stop"]
+        assert choices[-1]["weight_versions"][0]["end"] == len(ids)
+    (record,) = front.ended.records
+    assert record.trained_tokens == len(ids)
+
+
 async def test_a_rollout_of_sglangs_shape_has_its_meta_info(model: Path):
     asked = sglang(
         {"return_logprob": True, "rid": "r-1", "return_prompt_token_ids": True},

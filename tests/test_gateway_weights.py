@@ -1,6 +1,5 @@
 """Weight control of a gateway, as trainers that know vLLM or SGLang ask for it, over HTTP."""
 
-import json
 import mmap
 import zlib
 from dataclasses import dataclass, field
@@ -15,12 +14,10 @@ from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariable
 from gateways import HELLO, Front, Json, always, fronted
 from hosts import until
 from scripted import ScriptedEngine, write_tokenizer_folder
-from sostenuto.errors import ConfigError, EngineError
+from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.wire import CommitReply, CommitRequest, Feature, PauseMode
 from sostenuto.runtime.gateway.weights_routes import REFUSED
-from sostenuto.runtime.weight_folder import publication_of
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.types import Version
 
 A = {"X-Program-Id": "a"}
 
@@ -235,43 +232,3 @@ async def test_two_updates_at_once_follow_each_other(model: Path, tmp_path: Path
             for _ in range(3):
                 group.start_soon(lambda: front.post("/update_weights", folder))
         await until(lambda: front.engine.version == "0.3")
-
-
-def header(file: Path, content: object, body: bytes = b"") -> None:
-    text = content if isinstance(content, bytes) else json.dumps(content).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + body)
-
-
-@pytest.mark.parametrize(
-    ("content", "body"),
-    [
-        (b"{", b""),
-        ([], b""),
-        ({"a": 7}, b""),
-        ({"a": {}}, b""),
-        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"),
-        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}, b"12345678"),
-        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}, b"1234"),
-        ({"a": {"dtype": "F32", "shape": "x", "data_offsets": [0, 4]}}, b"1234"),
-        ({"a": {"dtype": "Q4", "shape": [4], "data_offsets": [0, 4]}}, b"1234"),
-    ],
-)
-def test_a_broken_file_of_weights_is_named_and_leaves_nothing(tmp_path: Path, content: object, body: bytes):
-    header(tmp_path / "model.safetensors", content, body)
-    with pytest.raises(ConfigError, match=r"model\.safetensors"):
-        publication_of(tmp_path, tmp_path / "place", Version(0, 1))
-    assert list((tmp_path / "place").iterdir()) == []
-
-
-@pytest.mark.parametrize("raw", [b"", b"1234", b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}"])
-def test_a_file_that_is_cut_off_is_named(tmp_path: Path, raw: bytes):
-    (tmp_path / "model.safetensors").write_bytes(raw)
-    with pytest.raises(ConfigError, match=r"model\.safetensors"):
-        publication_of(tmp_path, tmp_path / "place", Version(0, 1))
-
-
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path):
-    for name in ("one", "two"):
-        save_file(tensors(0), tmp_path / f"{name}.safetensors")
-    with pytest.raises(ConfigError, match=r"a\.weight"):
-        publication_of(tmp_path, tmp_path / "place", Version(0, 1))

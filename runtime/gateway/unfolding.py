@@ -11,7 +11,7 @@ from sostenuto.runtime.rendering.renderer import Renderer, Turn
 from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import Message
 
-_OFTEN_S = 0.04
+OFTEN_S = 0.04
 """A turn is read anew no more often, as reading costs what it is long."""
 _OPENERS = "<[{"
 """How the marks of tool calls and reasoning begin, in every family."""
@@ -54,7 +54,7 @@ class Unfolding:
     def feed(self, token_ids: Sequence[int]) -> Delta:
         """What is certain with these tokens, beyond what was told."""
         self._token_ids += token_ids
-        if self._now_s() < self._read_s + _OFTEN_S:
+        if self._now_s() < self._read_s + OFTEN_S:
             return Delta()
         self._read_s = self._now_s()
         turn = self._renderer.parse(self._token_ids, finished=False, tools=self._tools)
@@ -93,10 +93,10 @@ def _settled(text: str, stops: Sequence[str]) -> str:
     if last >= max(0, len(text) - _MARK):
         text = text[:last]
     for stop in stops:
-        text = text[: len(text) - _overlap(text, stop)]
+        text = text[: len(text) - overlap(text, stop)]
     return text.rstrip("\ufffd").rstrip()
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """How much of the end of `text` may be the beginning of `stop`."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -6,17 +6,20 @@ Beside OpenAI's own keys: `return_token_ids` gives each choice's `prompt_token_i
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from time import monotonic
 from typing import Annotated, Any
 from uuid import uuid4
 
 from pydantic import Field
 
+from sostenuto.runtime.engines.wire import WireSpan
 from sostenuto.runtime.gateway.bodies import Count, SamplingBody, Text, read
 from sostenuto.runtime.gateway.dialects.chat import FormatBody, StreamOptions
-from sostenuto.runtime.gateway.dialects.dialect import COMMENT, Call, Json, Served
+from sostenuto.runtime.gateway.dialects.dialect import COMMENT, Call, Json, Live, Served
 from sostenuto.runtime.gateway.dialects.openai import error_json, event, usage_json
 from sostenuto.runtime.gateway.dialects.plain import check_choices, prompts_of, refuse, text_of
 from sostenuto.runtime.gateway.turn import Ask, Refused, Told
+from sostenuto.runtime.gateway.unfolding import OFTEN_S, overlap
 
 _LEAST_LOGPROB = -9999.0
 _UNSUPPORTED: Json = {
@@ -76,18 +79,74 @@ class CompletionDialect:
         return _answer(call, served, choices, usage=_usage(call, told))
 
     def events(self, call: Call, told: Sequence[Told], served: Served) -> Iterator[bytes]:
-        asked: CompletionBody = call.body
         for index, one in enumerate(told):
             yield event(_answer(call, served, [_choice(call, index, one, served)]))
-        if asked.stream_options is not None and asked.stream_options.include_usage:
-            yield event(_answer(call, served, [], usage=_usage(call, told)))
-        yield event("[DONE]")
+        yield from _closing(call, told, served)
+
+    def live(self, call: Call, served: Served) -> Live | None:
+        return CompletionStream(call, served) if len(call.asks) == 1 else None
 
     def error(self, error: Refused) -> Json:
         return error_json(error)
 
     def error_event(self, error: Refused) -> bytes:
         return event(error_json(error))
+
+
+class CompletionStream:
+    """One choice as chunks: text as it is certain; tokens and log-probabilities with the last of them."""
+
+    def __init__(self, call: Call, served: Served) -> None:
+        self._call = call
+        self._served = served
+        self._ask = call.asks[0]
+        self._asked: CompletionBody = call.body
+        self._token_ids: list[int] = []
+        self._read_s = float("-inf")
+        self._told = ""
+
+    def span(self, span: WireSpan) -> Iterator[bytes]:
+        self._token_ids += span.token_ids
+        if monotonic() < self._read_s + OFTEN_S:
+            return
+        self._read_s = monotonic()
+        text = self._certain()
+        if text.startswith(self._told) and len(text) > len(self._told):
+            new = {"index": 0, "text": text[len(self._told) :], "logprobs": None, "finish_reason": None}
+            self._told = text
+            yield event(_answer(self._call, self._served, [new]))
+
+    def end(self, told: Told) -> Iterator[bytes]:
+        choice = _choice(self._call, 0, told, self._served)
+        choice["text"] = choice["text"].removeprefix(self._told)
+        yield event(_answer(self._call, self._served, [choice]))
+        yield from _closing(self._call, [told], self._served)
+
+    def _certain(self) -> str:
+        """Without half a character, a stop token, and what may be the beginning of a stop text."""
+        token_ids, sampling = self._token_ids, self._ask.sampling
+        if token_ids[-1] in sampling.stop_token_ids:
+            token_ids = token_ids[:-1]
+        text = self._served.texts.decode(token_ids, special=not self._asked.skip_special_tokens)
+        for stop in sampling.stop_strings:
+            text = text.partition(stop)[0]
+            text = text[: len(text) - overlap(text, stop)]
+        return _echoed(self._call, 0, self._served) + text.rstrip("\ufffd")
+
+
+def _closing(call: Call, told: Sequence[Told], served: Served) -> Iterator[bytes]:
+    asked: CompletionBody = call.body
+    if asked.stream_options is not None and asked.stream_options.include_usage:
+        yield event(_answer(call, served, [], usage=_usage(call, told)))
+    yield event("[DONE]")
+
+
+def _echoed(call: Call, index: int, served: Served) -> str:
+    """The prompt, where it is wanted."""
+    asked: CompletionBody = call.body
+    if not asked.echo:
+        return ""
+    return served.texts.decode(call.asks[index].token_ids, special=not asked.skip_special_tokens)
 
 
 def _refuse_combinations(asked: CompletionBody) -> None:
@@ -121,11 +180,9 @@ def _usage(call: Call, told: Sequence[Told]) -> Json:
 def _choice(call: Call, index: int, told: Told, served: Served) -> Json:
     asked: CompletionBody = call.body
     text = text_of(told, call.asks[index], served, special=not asked.skip_special_tokens)
-    if asked.echo:
-        text = served.texts.decode(told.prompt_token_ids, special=not asked.skip_special_tokens) + text
     choice: Json = {
         "index": index,
-        "text": text,
+        "text": _echoed(call, index, served) + text,
         "logprobs": _logprobs(told, asked, served),
         "finish_reason": told.reply.finish_reason.value,
         "stop_reason": told.reply.matched,

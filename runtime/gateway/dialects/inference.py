@@ -10,10 +10,10 @@ from uuid import uuid4
 
 from pydantic import Field
 
-from sostenuto.runtime.engines.wire import Feature
+from sostenuto.runtime.engines.wire import Feature, WireSpan
 from sostenuto.runtime.gateway.bodies import Body, Count, SamplingBody, Text, read
 from sostenuto.runtime.gateway.dialects.chat import StreamOptions
-from sostenuto.runtime.gateway.dialects.dialect import COMMENT, Call, Json, Served
+from sostenuto.runtime.gateway.dialects.dialect import COMMENT, Call, Json, Live, Served
 from sostenuto.runtime.gateway.dialects.openai import error_json, event, usage_json
 from sostenuto.runtime.gateway.dialects.plain import check_choices, refuse, token_prompt
 from sostenuto.runtime.gateway.dialects.routed import as_npy
@@ -75,18 +75,52 @@ class InferenceDialect:
         }
 
     def events(self, call: Call, told: Sequence[Told], served: Served) -> Iterator[bytes]:
-        asked: InferenceBody = call.body
         for index, one in enumerate(told):
             yield event(_answer(call, [_choice(call, index, one, served)]))
-        if asked.stream_options is not None and asked.stream_options.include_usage:
-            yield event(_answer(call, []) | {"usage": usage_json(told)})
-        yield event("[DONE]")
+        yield from _closing(call, told)
+
+    def live(self, call: Call, served: Served) -> Live | None:
+        # The most probable tokens are told when a turn is over.
+        is_plain = len(call.asks) == 1 and not call.asks[0].top_logprobs
+        return TokenStream(call, served) if is_plain else None
 
     def error(self, error: Refused) -> Json:
         return error_json(error)
 
     def error_event(self, error: Refused) -> bytes:
         return event(error_json(error))
+
+
+class TokenStream:
+    """One choice as chunks: tokens as they are sampled, what is known of the whole with the last of them."""
+
+    def __init__(self, call: Call, served: Served) -> None:
+        self._call = call
+        self._served = served
+        self._told = 0
+
+    def span(self, span: WireSpan) -> Iterator[bytes]:
+        self._told += len(span.token_ids)
+        new: Json = {"index": 0, "token_ids": span.token_ids, "logprobs": None, "finish_reason": None}
+        if self._call.body.sampling_params.logprobs is not None:
+            tokens = self._served.texts.logprobs(span.token_ids, span.logprobs, None)
+            new["logprobs"] = {"content": [_logprob(token) for token in tokens]}
+        yield event(_answer(self._call, [new]))
+
+    def end(self, told: Told) -> Iterator[bytes]:
+        choice = _choice(self._call, 0, told, self._served)
+        choice["token_ids"] = choice["token_ids"][self._told :]
+        if choice["logprobs"] is not None:
+            choice["logprobs"] = {"content": choice["logprobs"]["content"][self._told :]}
+        yield event(_answer(self._call, [choice]))
+        yield from _closing(self._call, [told])
+
+
+def _closing(call: Call, told: Sequence[Told]) -> Iterator[bytes]:
+    asked: InferenceBody = call.body
+    if asked.stream_options is not None and asked.stream_options.include_usage:
+        yield event(_answer(call, []) | {"usage": usage_json(told)})
+    yield event("[DONE]")
 
 
 def _ask(asked: InferenceBody, served: Served) -> Ask:
