@@ -22,6 +22,7 @@ from sostenuto.runtime.bench.live.model import random_model
 from sostenuto.runtime.engines.client import EngineClient, launch_embedded
 from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
 from sostenuto.runtime.engines.wire import GenerateRequest
+from sostenuto.runtime.quickstart.tokenizer import tokenizer_material, train_tokenizer
 from sostenuto.types import EngineId
 
 _PROGRAMS, _TURNS = 16, 8
@@ -50,7 +51,8 @@ def measure_pressure(tell: Tell, *, quick: bool) -> None:
 async def _measure(tell: Tell, quick: bool) -> None:
     peak = _PROGRAMS * (_PROMPT + _TURNS * (_OUTPUT + _RESULT))
     with tempfile.TemporaryDirectory(prefix="sostenuto-pressure-") as folder:
-        model = await random_model(Path(folder) / "model")
+        tokenizer = train_tokenizer(tokenizer_material(1))
+        model = await random_model(Path(folder) / "model", tokenizer=tokenizer)
         for name, pool, target in (
             (f"working set {_PRESSURE} x the pool", round(peak / _PRESSURE), ">= 1.5"),
             ("a pool for all", 2 * peak, ">= 0.95"),

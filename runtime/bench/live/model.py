@@ -17,10 +17,11 @@ _VOCABULARY = 512
 _FIRST_CHARACTER = 0x4E00
 
 
-async def random_model(folder: Path, shape: ModelShape = SHAPE) -> Path:
-    """Write a model of this shape into `folder`, the same each time."""
+async def random_model(folder: Path, shape: ModelShape = SHAPE, tokenizer: Tokenizer | None = None) -> Path:
+    """Write a model of this shape into `folder`, the same each time; without a tokenizer, of symbols."""
     characters = {chr(_FIRST_CHARACTER + number): number for number in range(_VOCABULARY)}
-    await to_thread.run_sync(write_folder, folder, Tokenizer(models.BPE(characters, [])), shape)
+    tokenizer = tokenizer or Tokenizer(models.BPE(characters, []))
+    await to_thread.run_sync(write_folder, folder, tokenizer, shape)
     command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "0"]
     done = await anyio.run_process(command, check=False, stderr=subprocess.PIPE)
     if done.returncode:
