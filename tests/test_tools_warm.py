@@ -5,6 +5,7 @@ import signal
 import sqlite3
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -102,7 +103,7 @@ async def test_one_that_became_unfit_is_not_handed_out():
 async def test_what_waits_takes_no_more_memory_than_sandboxes_may():
     limits = SandboxLimits(memory_bytes=256 << 20)
     blueprints = [Blueprint(files={"n": n}, limits=limits) for n in (b"1", b"2")]
-    changes = {"warm": 2, "sandbox_memory_bytes": 800 << 20}
+    changes: dict[str, Any] = {"warm": 2, "sandbox_memory_bytes": 800 << 20}
     async with clean_root() as root, stocked(backend_of("bubblewrap", root), **changes) as stock:
         await start_and_stop(stock, blueprints[0])
         await start_and_stop(stock, blueprints[1])
@@ -114,7 +115,7 @@ async def test_what_waits_takes_no_more_memory_than_sandboxes_may():
 
 @pytest.mark.parametrize("kind", LOCAL)
 async def test_a_layer_is_in_use_while_a_sandbox_over_it_waits(kind: str):
-    changes = {"warm": 1, "layer_bytes": 0, "warm_idle_s": 0.5}
+    changes: dict[str, Any] = {"warm": 1, "layer_bytes": 0, "warm_idle_s": 0.5}
     async with clean_root() as root, stocked(backend_of(kind, root), **changes) as stock:
         setup = Setup(("head -c 9 /dev/urandom | od -An -tx1 >made",), health="test -f made")
         first = await stock.start("first", GIVEN, setup)

@@ -150,8 +150,13 @@ class Vocabulary:
 
 def _first_from(encoding: Encoding, first: int, position: int) -> int:
     """The first token that begins at `position` or later; few of a long context's are looked at."""
-    places = range(first, len(encoding))
-    return first + bisect_left(places, position, key=lambda place: encoding.token_to_chars(place)[0])
+
+    def begins(place: int) -> int:
+        characters = encoding.token_to_chars(place)
+        assert characters is not None, "a token of a text has a place in it"
+        return characters[0]
+
+    return first + bisect_left(range(first, len(encoding)), position, key=begins)
 
 
 def _renamed(tokenizer_json: str, names: dict[str, str], ids: dict[str, int]) -> Tokenizer:

@@ -160,7 +160,8 @@ class Daemon:
     @cached_property
     def _is_podman(self) -> bool:
         with _errors("ask for the version"):
-            parts = cast("list[dict[str, str]]", self._client.version().get("Components") or [])
+            said = cast("dict[str, list[dict[str, str]] | None]", self._client.version())
+        parts = said.get("Components") or []
         return any("podman" in part.get("Name", "").lower() for part in parts)
 
     def start(self, container: str) -> None:
