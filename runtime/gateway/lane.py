@@ -10,6 +10,9 @@ Invariants:
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+
+import anyio
 
 from sostenuto.errors import ProgramError
 from sostenuto.records import Experts, Sequence
@@ -84,6 +87,8 @@ class Lane:
         self._acts_after: int | None = None
         """The turn after which it acts; None: it has no place, or has not decoded there."""
         self._engine_ids: set[EngineId] = set()
+        self._released: anyio.Event | None = None
+        """Set once the KV of the last place has been given back."""
         self._prompt_tokens = 0
 
     def __repr__(self) -> str:
@@ -130,8 +135,10 @@ class Lane:
         if place is not None:
             self._home.around.prompts.remove(self.id)
             place.leave()
-        if self._engine_ids:
-            self._home.give_back(self._release_kv)
+        engine_ids, self._engine_ids = self._engine_ids, set[EngineId]()
+        if engine_ids:
+            self._released = released = anyio.Event()
+            self._home.give_back(partial(self._release_kv, engine_ids, released))
 
     @contextmanager
     def _busy(self) -> Generator[None]:
@@ -193,6 +200,9 @@ class Lane:
             return
         if not self._may_prepare:
             self.close()
+            if self._released is not None:
+                # What the next call computes must not be given back with the KV of the last one.
+                await self._released.wait()
             self._place = self._home.admit(self._submitted, self._lost)
             await self._place.grant()
         self._may_prepare = False
@@ -232,10 +242,12 @@ class Lane:
         if not self.is_busy:
             self.close()
 
-    async def _release_kv(self) -> None:
-        for engine_id in tuple(self._engine_ids):
-            self._engine_ids.discard(engine_id)
-            await self._home.around.release(engine_id, self.id)
+    async def _release_kv(self, engine_ids: set[EngineId], released: anyio.Event) -> None:
+        try:
+            for engine_id in engine_ids:
+                await self._home.around.release(engine_id, self.id)
+        finally:
+            released.set()
 
     def _footprint(self) -> Footprint:
         return self._home.around.prompts.footprint(self.id, len(self.record.token_ids))
