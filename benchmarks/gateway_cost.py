@@ -6,7 +6,7 @@ is measured is everything around it.
 
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import aiohttp
@@ -20,7 +20,7 @@ _TOKENS = 32
 _STREAMS, _PACE = 64, 25.0
 _IDLE = 5000
 
-Call = Callable[[int], Awaitable[None]]
+Call = Callable[[int], Coroutine[Any, Any, None]]
 
 
 def measure_cost(tell: Tell, *, quick: bool) -> None:

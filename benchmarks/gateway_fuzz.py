@@ -31,7 +31,7 @@ _TRICKS = (
     "/v1/chat/completions/../../admin", "/p/" + "a" * 5000 + "/v1/models", "/v1/models?x=%ff%fe", "/%c0%ae",
     "/profiles/%2e%2e", "/programs",
 )  # fmt: skip
-_VALUES: tuple[object, ...] = (
+_VALUES: Final[tuple[object, ...]] = (
     None, True, False, 0, -1, 1e308, -1e308, 2**63, -(2**63), 10**40, "", "\ud800", "\x00", "a" * 10_000,
     [], {}, [[]], {"a": {}}, [None] * 100, "NaN", 0.1, ["a", 1, None], {"role": "user"}, [{"role": 1}],
 )  # fmt: skip

@@ -165,7 +165,10 @@ class ScriptedEngine:
         self.turns[program] = turn + 1
         cached = self.held.get(program, 0)
         self.contexts[program] = [*request.token_ids, *ids]
-        self.held[program] = len(self.contexts[program])
+        if request.hold:
+            self.held[program] = len(self.contexts[program])
+        else:
+            self.held.pop(program, None)
         return GenerateReply(
             token_ids=ids,
             logprobs=[-0.5] * len(ids),

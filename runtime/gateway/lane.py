@@ -105,9 +105,10 @@ class Lane:
     def experts(self) -> tuple[Experts | None, ...]:
         return self.record.experts()
 
-    async def call(self, ask: Ask, *, seed: int, spans: Spans | None = None) -> Told:
+    async def call(self, ask: Ask, *, seed: int, is_last: bool = False, spans: Spans | None = None) -> Told:
         """Sample what `ask` wants; `spans` is called with tokens as they come.
 
+        After the last call the engine does not hold its KV.
         Refused when it is too long or the template refuses it, EngineError and Overloaded as the dispatcher
         says.
         """
@@ -115,7 +116,8 @@ class Lane:
             standing = self.record.take(ask, at_s=self._home.around.now_s())
             room = self._room(ask)
             try:
-                told = await self._sample(ask, standing, room, seed, spans)
+                request = partial(self._request, ask, room, seed, hold=not is_last)
+                told = await self._sample(standing, room, request, spans)
             except BaseException as error:
                 self.failure = error if isinstance(error, ProgramError) else None
                 self.close()
@@ -150,7 +152,13 @@ class Lane:
             self.is_busy = False
             self.used_s = self._home.around.now_s()
 
-    async def _sample(self, ask: Ask, standing: Standing, room: int, seed: int, spans: Spans | None) -> Told:
+    async def _sample(
+        self,
+        standing: Standing,
+        room: int,
+        request_of: Callable[[Decode], GenerateRequest],
+        spans: Spans | None,
+    ) -> Told:
         around = self._home.around
         stream = TurnStream(lambda _, span: spans(span), around.now_s) if spans else None
         await self._lack_engine(room)
@@ -158,13 +166,15 @@ class Lane:
         while True:
             grant = await self._granted()
             waited_s = _grown(before, self._home.waits_of(self.id))
-            request = self._request(grant, ask, room, seed)
+            request = request_of(grant)
             began_s = around.now_s()
             self._engine_ids.add(grant.engine_id)
             self.record.sent()
             parts = await self._sampled(grant, request, stream)
             if parts:
                 break
+        if not request.hold:
+            self._engine_ids.discard(grant.engine_id)
         ended_s = around.now_s()
         turns = [self.record.sampled(part, started_s=began_s, ended_s=ended_s) for part in parts]
         self.calls += 1
@@ -224,13 +234,14 @@ class Lane:
         assert isinstance(grant, Decode), grant
         return grant
 
-    def _request(self, grant: Decode, ask: Ask, room: int, seed: int) -> GenerateRequest:
+    def _request(self, ask: Ask, room: int, seed: int, grant: Decode, *, hold: bool) -> GenerateRequest:
         return GenerateRequest(
             request_id=f"{self.id}/{self.calls}/{grant.turn}",
             program_id=self.id,
             token_ids=self.record.token_ids.copy(),
             max_new_tokens=room,
             sampling=ask.sampling.model_copy(update={"seed": seed}),
+            hold=hold,
             priority=ask.priority,
             salt=ask.salt or self._home.salt,
             top_logprobs=ask.top_logprobs,

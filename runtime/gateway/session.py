@@ -6,8 +6,9 @@ in common with; else it begins one.
 """
 
 from collections.abc import Callable
+from hashlib import sha256
 from itertools import count
-from random import Random
+from secrets import randbits
 
 import anyio
 
@@ -25,6 +26,7 @@ _BUSY_LANES = 64
 """Calls of one program at the same time."""
 _IDLE_PLACES = 8
 """Lanes that keep their place between calls; the longest idle leave theirs."""
+_SEED_BITS = 31
 _SERVED_LANES = 256
 """Of a program that is only served; the longest idle beyond them are forgotten."""
 
@@ -54,8 +56,7 @@ class Session:
         self._calling: set[anyio.CancelScope] = set()
         self._lanes: list[tuple[str, Lane]] = []
         """With the name of the sub-agent that it is of; "" for the program itself."""
-        self._numbers = count(1)
-        self._random = Random(terms.seed)
+        self._numbers, self._seeds = count(1), count()
 
     def __repr__(self) -> str:
         return f"<Session {self.id} {len(self._lanes)} lanes>"
@@ -72,12 +73,17 @@ class Session:
     def is_busy(self) -> bool:
         return any(lane.is_busy for lane in self.lanes)
 
-    async def ask(self, ask: Ask, *, child: str = "", spans: Spans | None = None) -> Told:
-        """Sample; Refused, EngineError and Overloaded as `Lane.call` says.  `child`: the sub-agent."""
+    async def ask(
+        self, ask: Ask, *, child: str = "", is_last: bool = False, spans: Spans | None = None
+    ) -> Told:
+        """Sample; Refused, EngineError and Overloaded as `Lane.call` says.
+
+        `child`: the sub-agent.  `is_last`: no other call of the conversation follows, and its KV can go.
+        """
         if self.is_over or self._is_stopped:
             raise _over(self.id)
         try:
-            told = await self._ask(self.terms.applied(ask), child, spans)
+            told = await self._ask(self.terms.applied(ask), child, spans, is_last=is_last)
         except Refused as error:
             self.limit = _LIMITS.get(error.code or "")
             raise
@@ -143,20 +149,27 @@ class Session:
             experts=experts if any(part is not None for part in experts) else (),
         )
 
-    async def _ask(self, ask: Ask, child: str, spans: Spans | None) -> Told:
+    async def _ask(self, ask: Ask, child: str, spans: Spans | None, *, is_last: bool) -> Told:
         self._count_turn()
         lane = self._lane_for(ask, child)
-        seed = ask.sampling.seed if self.terms.is_seed_of(ask) else self._random.getrandbits(31)
+        seed = ask.sampling.seed if self.terms.is_seed_of(ask) else self._next_seed()
         self.used_s = self._home.around.now_s()
         with anyio.CancelScope() as scope:
             self._calling.add(scope)
             try:
-                return await lane.call(ask, seed=seed, spans=spans)
+                return await lane.call(ask, seed=seed, is_last=is_last, spans=spans)
             finally:
                 self._calling.discard(scope)
                 self.used_s = self._home.around.now_s()
                 self._settle()
         raise _over(self.id)
+
+    def _next_seed(self) -> int:
+        """Of the sampling noise: another one for each call, the same ones for the same program of a job."""
+        if self.terms.seed is None:
+            return randbits(_SEED_BITS)
+        drawn = sha256(f"{self.terms.seed}/{next(self._seeds)}".encode()).digest()
+        return int.from_bytes(drawn[:4]) >> (32 - _SEED_BITS)
 
     def _count_turn(self) -> None:
         limits = self.terms.limits

@@ -151,7 +151,8 @@ class Sessions:
         resident, child = self._whose(identity)
 
         async def work() -> Told:
-            return await resident.session.ask(ask, child=child, spans=spans)
+            is_last = identity.is_final or resident.strength is Strength.NONE
+            return await resident.session.ask(ask, child=child, is_last=is_last, spans=spans)
 
         try:
             told, joined = (
