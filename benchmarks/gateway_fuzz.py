@@ -31,10 +31,12 @@ _TRICKS = (
     "/v1/chat/completions/../../admin", "/p/" + "a" * 5000 + "/v1/models", "/v1/models?x=%ff%fe", "/%c0%ae",
     "/profiles/%2e%2e", "/programs",
 )  # fmt: skip
-_VALUES: Final[tuple[object, ...]] = (
-    None, True, False, 0, -1, 1e308, -1e308, 2**63, -(2**63), 10**40, "", "\ud800", "\x00", "a" * 10_000,
-    [], {}, [[]], {"a": {}}, [None] * 100, "NaN", 0.1, ["a", 1, None], {"role": "user"}, [{"role": 1}],
-)  # fmt: skip
+_VALUES: list[Any] = json.loads(
+    """[null, true, false, 0, -1, 1e308, -1e308, 9223372036854775808, -9223372036854775808, 0.1,
+    10000000000000000000000000000000000000000, "", "NaN", "\\ud800", "\\u0000", [], {}, [[]], {"a": {}},
+    ["a", 1, null], [null, null, null, null, null, null, null, null], {"role": "user"}, [{"role": 1}]]"""
+)
+_LONG = "a" * 10_000
 _KEYS = (
     "model", "messages", "prompt", "input", "temperature", "top_p", "top_k", "n", "stop", "seed",
     "max_tokens", "tools", "tool_choice", "stream", "stream_options", "logprobs", "top_logprobs",
@@ -127,7 +129,7 @@ def _object(drawn: random.Random) -> dict[str, Any]:
         "max_tokens": 4,
     }
     for _ in range(drawn.randrange(4)):
-        body[drawn.choice(_KEYS)] = drawn.choice(_VALUES)
+        body[drawn.choice(_KEYS)] = drawn.choice([*_VALUES, _LONG])
     return body
 
 
