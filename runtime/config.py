@@ -258,6 +258,9 @@ class GatewaySettings(Section):
     keep_alive_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """How often a stream says that its program still waits."""
 
+    turn_tokens: int = Field(default=8192, gt=0)
+    """Tokens of a reply whose client sets no limit.  KV for as many is kept clear while it is sampled."""
+
     programs: int = Field(default=10_000, gt=0)
     """How many may be there at one time, idle ones included; more are refused."""
 

@@ -306,6 +306,14 @@ async def test_a_conversation_beyond_the_context_is_400(model: Path):
         assert (reply.status, reply.json["error"]["code"]) == (400, "context_length_exceeded")
 
 
+async def test_a_client_without_a_limit_does_not_ask_for_the_whole_context(model: Path):
+    settings = GatewaySettings(turn_tokens=64)
+    async with fronted(model, always("yes"), settings=settings, engine={"kv_tokens": 256}) as front:
+        assert (await front.chat(HELLO)).status == 200
+        assert (await front.chat(HELLO, max_tokens=100)).status == 200
+        assert [request.max_new_tokens for request in front.engine.requests] == [64, 100]
+
+
 async def test_a_body_beyond_the_limit_is_413(model: Path):
     async with fronted(model, always("yes"), settings=GatewaySettings(body_bytes=1000)) as front:
         reply = await front.chat([{"role": "user", "content": "word " * 2000}])

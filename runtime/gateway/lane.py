@@ -47,6 +47,8 @@ class LaneHome:
     around: Surroundings
     lease_s: float
     """An idle lane keeps its place so long."""
+    turn_tokens: int
+    """Of a reply for which the client sets no limit: the scheduler keeps KV clear for as many."""
     salt: str = ""
     """Only lanes with the same one share KV."""
     routed_experts: bool = False
@@ -272,7 +274,7 @@ class Lane:
                 field="messages" if ask.messages else "prompt",
                 code="context_length_exceeded",
             )
-        return min(context - length, ask.max_tokens or context)
+        return min(context - length, ask.max_tokens or self._home.turn_tokens)
 
     def _context_tokens(self) -> int:
         context, total = self._home.around.context_tokens(), self._home.total_tokens

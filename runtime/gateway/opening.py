@@ -16,7 +16,7 @@ from sostenuto.runtime.gateway.dialects.dialect import Served
 from sostenuto.runtime.gateway.keys import Keys, Scope
 from sostenuto.runtime.gateway.routes import Controls, routes
 from sostenuto.runtime.gateway.server import Gateway, listening
-from sostenuto.runtime.gateway.sessions import Books, Lifetimes, Sessions
+from sostenuto.runtime.gateway.sessions import Books, Bounds, Lifetimes, Sessions
 from sostenuto.runtime.gateway.texts import Texts
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.vocabulary import Vocabulary
@@ -64,7 +64,7 @@ async def open_gateway(
             lifetimes=Lifetimes(
                 hold_s=settings.hold_s, weak_hold_s=settings.weak_hold_s, forget_s=settings.forget_s
             ),
-            programs=settings.programs,
+            bounds=Bounds(programs=settings.programs, turn_tokens=settings.turn_tokens),
         )
         gateway = Gateway(
             sessions,

@@ -48,6 +48,14 @@ class Lifetimes:
         return min(_LOOK_S, self.hold_s / 3, self.weak_hold_s / 3, self.forget_s / 4)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    programs: int
+    """How many may be there; more are refused."""
+    turn_tokens: int
+    """Of a reply whose client sets no limit."""
+
+
 class Books(Protocol):
     """Where programs are entered that nobody else keeps books on."""
 
@@ -84,14 +92,12 @@ class Sessions:
         *,
         prefix: str,
         lifetimes: Lifetimes,
-        programs: int = 10_000,
+        bounds: Bounds,
     ) -> None:
         """`prefix` begins the ids of programs; no other gateway of the run has the same.
 
         `running` may be cancelled; in `returning`, what programs held is given back, within a deadline.
         `books`: None where only programs are there that their owner has opened.
-
-        `programs`: how many may be there; more are refused.
         """
         self._dispatcher = dispatcher
         self._running = running
@@ -99,7 +105,7 @@ class Sessions:
         self._books = books
         self._prefix = prefix
         self._lifetimes = lifetimes
-        self._most = programs
+        self._bounds = bounds
         self._residents: dict[str, Resident] = {}
         self._parents: dict[str, str] = {}
         """Of sub-agents: the name of the program that they belong to."""
@@ -256,9 +262,10 @@ class Sessions:
     ) -> Resident:
         if name in self._residents:
             raise Refused(f"program {name!r} is here already; choose another name", status=409)
-        if len(self._residents) >= self._most:
+        if len(self._residents) >= self._bounds.programs:
             raise Refused(
-                f"{self._most} programs are here already; try again later, or raise gateway.programs",
+                f"{self._bounds.programs} programs are here already; try again later, or raise "
+                "gateway.programs",
                 status=429,
                 code="over_capacity",
                 retry_after_s=1.0,
@@ -276,6 +283,7 @@ class Sessions:
             around=self._dispatcher.around,
             lease_s=self._lifetimes.weak_hold_s if weak else self._lifetimes.hold_s,
             routed_experts=terms.routed_experts,
+            turn_tokens=self._bounds.turn_tokens,
             total_tokens=terms.limits.total_tokens if terms.limits else None,
         )
 
