@@ -3,11 +3,15 @@
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
+from runpy import run_path
 
 import pytest
 
 from fakes_agents import questions, says_something_even
 from scripted import TINY, children, write_tokenizer_folder
+from sostenuto.envs.registry import environment_ref, load_environment
+from sostenuto.envs.task import task_id
 from sostenuto.records import Producer, Trajectory, validate
 from sostenuto.runtime.config import RuntimeConfig, ToolServerSettings
 from sostenuto.runtime.jobs.events import JobEvent, StepTrained
@@ -51,6 +55,18 @@ async def test_a_job_trains_through_an_agent_function(tmp_path: Path, model: Pat
     with read_journal(tmp_path / "journal.db") as reader:
         assert reader.ledger().statistics().closes
         _assert_records(list(reader.trajectories(purpose=Purpose.TRAIN)))
+
+
+def test_the_agent_of_the_example_travels_and_is_tested_on_what_it_never_saw():
+    example = run_path(str(Path(__file__).parents[1] / "examples" / "agent_function.py"))
+    assert load_environment(environment_ref(example["larger"])).cls.__name__ == "larger"
+    training, held_out = example["tasks"]()
+    assert not {task_id(task) for task in training} & {task_id(task) for task in held_out}
+    conversations = [example["demonstrate"](task, Random(1)) for task in training]
+    assert {len(messages) for messages in conversations} == {2, 4}
+    assert all(
+        messages[-1].content == task.larger for task, messages in zip(training, conversations, strict=True)
+    )
 
 
 def _assert_the_trainer_saw_what_was_sampled(told: list[JobEvent]) -> None:
