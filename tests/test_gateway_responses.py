@@ -57,6 +57,8 @@ async def test_items_go_on_token_by_token(model: Path):
         reasoning, message, call = first.json["output"]
         assert reasoning["content"] == [{"type": "reasoning_text", "text": "Where was it?"}]
         assert message["content"][0]["text"] == "So be it."
+        details = first.json["usage"]["output_tokens_details"]
+        assert 0 < details["reasoning_tokens"] < first.json["usage"]["output_tokens"]
         assert (call["name"], call["arguments"]) == ("look", '{"place": "attic"}')
         history = [*asked, *first.json["output"], result_of(call)]
         second = await send(front, history, PROGRAM, instructions="You help.", tools=[LOOK])

@@ -217,7 +217,7 @@ def _whole(call: Call, told: Told, served: Served) -> Json:
         "status": _status(told),
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": _output(call, told, served),
-        "usage": _usage(told),
+        "usage": _usage(told, served),
     }
 
 
@@ -274,13 +274,14 @@ def _logprobs(body: ResponsesBody, told: Told, served: Served) -> list[Json]:
     ]
 
 
-def _usage(told: Told) -> Json:
+def _usage(told: Told, served: Served) -> Json:
+    reasoning = told.turn.message.reasoning if told.turn else ""
     prompt, completion = len(told.prompt_token_ids), len(told.reply.token_ids)
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": told.reply.cached_tokens},
         "output_tokens": completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": len(served.texts.encode(reasoning))},
         "total_tokens": prompt + completion,
     }
 
