@@ -47,9 +47,10 @@ _YES = frozenset({"1", "true", "yes"})
 
 def identify(headers: Headers, path_name: str | None, body: Body) -> Identity:
     """Who calls, minted keys apart; Refused for what cannot be a name, or two explicit ones that differ."""
-    found = next((identity for read in _READERS if (identity := read(headers, body))), NOBODY)
     if path_name is not None:
-        found = _within_path(path_name, found)
+        found = _within_path(path_name, headers, body)
+    else:
+        found = next((identity for read in _READERS if (identity := read(headers, body))), NOBODY)
     if found.strength is not Strength.NONE:
         _check(found.name, "program id")
     if found.parent:
@@ -57,16 +58,19 @@ def identify(headers: Headers, path_name: str | None, body: Body) -> Identity:
     return found
 
 
-def _within_path(path_name: str, found: Identity) -> Identity:
-    """The path decides; markers that came with a hint stay."""
-    if found.strength is Strength.EXPLICIT and found.name != path_name and not found.parent:
+def _within_path(path_name: str, headers: Headers, body: Body) -> Identity:
+    """The path decides over what clients send by themselves; only another name of ours contradicts it."""
+    own = _own(headers, body) or NOBODY
+    if own.name not in {"", path_name}:
         raise Refused(
-            f"the path says that this is program {path_name!r}, and the request says {found.name!r}; "
+            f"the path says that this is program {path_name!r}, and the request says {own.name!r}; "
             "leave one of them out",
             field="program_id",
             code="contradictory_identity",
         )
-    return replace(found, name=path_name, strength=Strength.EXPLICIT)
+    return replace(
+        own, name=path_name, strength=Strength.EXPLICIT, is_final=own.is_final or _says_final(headers)
+    )
 
 
 def _check(name: str, what: str) -> None:
@@ -87,8 +91,12 @@ def _own(headers: Headers, body: Body) -> Identity | None:
         )
     if not said:
         return None
-    final = headers.get("X-Program-Final", "").lower() in _YES or body.get("program_final") is True
+    final = _says_final(headers) or body.get("program_final") is True
     return Identity(said[0], Strength.EXPLICIT, headers.get("X-Parent-Program-Id", ""), final)
+
+
+def _says_final(headers: Headers) -> bool:
+    return headers.get("X-Program-Final", "").lower() in _YES
 
 
 def _in_body(body: Body) -> list[str]:
