@@ -18,7 +18,7 @@ from sostenuto.runtime.engines.wire import Sampling
 from sostenuto.runtime.gateway.identity import Identity, Strength
 from sostenuto.runtime.gateway.keys import Keys
 from sostenuto.runtime.gateway.opening import OpenGateway
-from sostenuto.runtime.gateway.sessions import Lifetimes, Sessions
+from sostenuto.runtime.gateway.sessions import Bounds, Lifetimes, Sessions
 from sostenuto.runtime.gateway.turn import Ask
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.scheduler.settings import SchedulerSettings
@@ -122,7 +122,10 @@ async def scene(
         anyio.create_task_group() as returning,
         anyio.create_task_group() as running,
     ):
-        sessions = Sessions(dispatcher, running, returning, None, prefix="g", lifetimes=Lifetimes())
+        bounds = Bounds(programs=100, turn_tokens=500)
+        sessions = Sessions(
+            dispatcher, running, returning, None, prefix="g", lifetimes=Lifetimes(), bounds=bounds
+        )
         tools.gateway = OpenGateway("http://127.0.0.1:1", sessions, Keys())
         yield Scene(dispatcher, AgentRunner(dispatcher, tools.gateway), engine, tools, tools.gateway)
         running.cancel_scope.cancel()
