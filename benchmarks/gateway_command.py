@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.telling import Telling
 
 RESULTS = Path(__file__).parent / "results" / "gateway.jsonl"
-PARTS = ("cost", "pressure", "fuzz", "clients")
+PARTS = ("cost", "pressure", "fuzz", "schema", "clients")
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from sostenuto.runtime.gateway.dialects.inference import InferenceDialect
 from sostenuto.runtime.gateway.dialects.responses import ResponsesDialect
 from sostenuto.runtime.gateway.dialects.sglang import SGLangDialect
 from sostenuto.runtime.gateway.keys import Scope
+from sostenuto.runtime.gateway.openapi import document
 from sostenuto.runtime.gateway.programs_routes import programs_routes
 from sostenuto.runtime.gateway.refusing import json_reply
 from sostenuto.runtime.gateway.server import OF_PROGRAM, Gateway, Handler, require
@@ -41,7 +42,7 @@ def routes(gateway: Gateway, controls: Controls) -> list[web.RouteDef]:
     ]
     handlers = [(path, gateway.model_call(dialect)) for path, dialect in calls]
     handlers.append(("/v1/messages/count_tokens", gateway.question(anthropic, counted)))
-    found = [web.get("/health", _health)]
+    found = [web.get("/health", _health), web.get("/openapi.json", _described)]
     for path, handler in handlers:
         found += [web.post(path, handler), web.post(OF_PROGRAM + path, handler)]
     models = _models(gateway)
@@ -56,6 +57,10 @@ def routes(gateway: Gateway, controls: Controls) -> list[web.RouteDef]:
 
 async def _health(_request: web.Request) -> web.Response:
     return json_reply({"status": "ok"})
+
+
+async def _described(_request: web.Request) -> web.Response:
+    return json_reply(document())
 
 
 def _models(gateway: Gateway) -> Handler:
