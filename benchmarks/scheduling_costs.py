@@ -1,6 +1,9 @@
 """What one event of the scheduler costs, and how fast simulations run."""
 
+import gc
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from benchmarks.figure import Tell
@@ -11,9 +14,10 @@ from sostenuto.runtime.simulation.profile import FleetProfile
 from sostenuto.runtime.simulation.profiles import load_profile
 from sostenuto.runtime.simulation.workloads import generate, working_set_tokens
 from sostenuto.runtime.simulation.world import simulate
-from sostenuto.scheduler.actions import Action, Event
+from sostenuto.scheduler.actions import Action, Event, Submitted
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings
+from sostenuto.types import ProgramId
 
 
 class _Timed(Scheduler):
@@ -34,16 +38,47 @@ class _Timed(Scheduler):
 
 
 def measure_events(tell: Tell, *, quick: bool) -> None:
-    """Programs of a few turns, twice as many as the pools hold."""
+    """Programs of a few turns, twice as many as the pools hold.
+
+    The garbage collector is off meanwhile, as its pauses are of the whole process, here above all of the
+    simulation; what one takes over the scheduler alone is told beside it.
+    """
     for programs, engines, target_us in ((10_000, 8, 50), (10_000, 39, 50), (100_000, 8, 100)):
         count = programs // 20 if quick else programs
         workload, fleet = _crowd(count, engines)
         policy = _Timed(SchedulerSettings(live_programs=count))
-        simulate(policy, workload, fleet)
+        with _uncollected():
+            simulate(policy, workload, fleet)
         name = f"one event at {programs:,} programs on {engines} engines"
         tell(f"{name}, mean", policy.spent_s / policy.events * 1e6, "us", f"<= {target_us}")
         target = "<= 5" if programs == 100_000 else None
         tell(f"{name}, longest", policy.longest_s * 1e3, "ms", target)
+    count = 5000 if quick else 100_000
+    tell(f"a full garbage collection over {count:,} waiting programs", _collection_s(count) * 1e3, "ms")
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _collection_s(programs: int) -> float:
+    """Seconds, with a scheduler that has so many programs and nothing else that is new."""
+    gc.collect()
+    gc.freeze()
+    policy = Scheduler(SchedulerSettings(live_programs=programs))
+    for number in range(programs):
+        policy.apply(Submitted(ProgramId(str(number)), lease_s=60.0), 0.0)
+    began_s = time.perf_counter()
+    gc.collect()
+    took_s = time.perf_counter() - began_s
+    gc.unfreeze()
+    return took_s
 
 
 def _crowd(programs: int, engines: int) -> tuple[Workload, FleetProfile]:
