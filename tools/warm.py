@@ -84,6 +84,8 @@ class Warm:
         """One that waits and still answers, which is the caller's from now on; None when there is none."""
         while shelf := self._shelves.get(kind.key):
             one = shelf.popleft()
+            # At once: whoever fills the shelf again has its room.
+            self._memory_bytes -= one.memory_bytes
             one.taken.set()
             if await self._is_fit(one, kind):
                 return one.sandbox
@@ -120,12 +122,14 @@ class Warm:
 
     async def _keep(self, kind: Kind) -> None:
         """One sandbox, from its start until it is taken or has waited too long."""
+        one: Waiting | None = None
         try:
             one = await self._start(kind)
             if one is not None:
                 await self._shelve(one, kind)
         finally:
-            self._memory_bytes -= kind.blueprint.limits.memory_bytes
+            if one is None or not one.taken.is_set():
+                self._memory_bytes -= kind.blueprint.limits.memory_bytes
 
     async def _start(self, kind: Kind) -> Waiting | None:
         """None, for the next who asks to try again, when it fails."""
