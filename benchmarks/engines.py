@@ -8,6 +8,6 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from benchmarks.engines_command import main
+    from benchmarks.parts import measure_parts
 
-    main()
+    measure_parts("engines")

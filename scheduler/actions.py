@@ -35,6 +35,8 @@ class Submitted:
     trainable_until: Version | None = None
     """The newest deployed version under which its record can still be trained; None: no such limit."""
     sandbox: SandboxClaim = NO_CLAIM
+    has_environment: bool = True
+    """Whether one is made for it; without, it takes no place among live programs and needs only an engine."""
 
 
 @dataclass(frozen=True, slots=True)

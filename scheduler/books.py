@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from sostenuto.scheduler.acting import Acting, ActingByTool, ActingForeseen, Foresight
 from sostenuto.scheduler.actions import (
     Action,
+    EngineDraining,
     EngineJoined,
     EngineLoaded,
     EngineLost,
@@ -107,6 +108,10 @@ class Books(Frame):
         self._roster.stir_all()
         return super()._on_committed(event, now_s)
 
+    def _on_draining(self, event: EngineDraining, now_s: float) -> list[Action]:
+        self._roster.stir_all()
+        return super()._on_draining(event, now_s)
+
     def _on_update_failed(self, event: UpdateFailed, now_s: float) -> list[Action]:
         self._roster.stir_all()
         return super()._on_update_failed(event, now_s)
@@ -146,7 +151,8 @@ class Books(Frame):
         return oldest is None or self._sandboxes.fits(self._programs[oldest[1]].sandbox)
 
     def _begin_preparing(self, program: Program, now_s: float) -> Action:
-        self._sandboxes.hold(program.id, program.sandbox)
+        if program.has_environment:
+            self._sandboxes.hold(program.id, program.sandbox)
         return super()._begin_preparing(program, now_s)
 
     # ---- programs ----
@@ -162,6 +168,8 @@ class Books(Frame):
     def _on_prepared(self, program: Program, event: Prepared, now_s: float) -> None:
         took_s = now_s - program.since_s
         super()._on_prepared(program, event, now_s)
+        if not program.has_environment:
+            return
         self._prefetch.prepared(took_s, event.footprint.tokens + event.turn_tokens)
         self._unstarted += 1
         program.is_unstarted = True

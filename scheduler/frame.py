@@ -4,7 +4,6 @@ A policy is a subclass that overrides the hooks.  It decides nothing else: two p
 compared differ in their hooks alone.
 """
 
-import heapq
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from sostenuto.scheduler.actions import (
 )
 from sostenuto.scheduler.fleet import AgeQueue, EngineSeat
 from sostenuto.scheduler.gate import Gate
+from sostenuto.scheduler.leases import Leases
 from sostenuto.scheduler.lifecycle import Move, Phase, after
 from sostenuto.scheduler.program import NEVER, Program, Reason, Snapshot
 from sostenuto.scheduler.settings import SchedulerSettings
@@ -58,9 +58,12 @@ class Frame(ABC):
         self._programs: dict[ProgramId, Program] = {}
         self._engines: dict[EngineId, EngineSeat] = {}
         self._queued = AgeQueue()
-        self._leases: list[tuple[float, ProgramId]] = []
+        self._leases = Leases()
         self._submitted = 0
+        self._housed: set[ProgramId] = set()
+        """Programs with an environment, or with one being made."""
         self._preparing: set[ProgramId] = set()
+        """Those of them whose environment is being made."""
         self._late_events = 0
         self._waited_s: dict[Reason, float] = {}
         self.gate = Gate()
@@ -97,17 +100,17 @@ class Frame(ABC):
         for an event that the lifecycle does not allow.
         """
         actions = self._handlers[type(event)](event, now_s)
-        if self._leases and self._leases[0][0] <= now_s:
-            actions += self._expire(now_s)
+        # The shell ends those programs, which then report Finished.
+        actions += map(Expire, self._leases.expired(self._programs, now_s))
         actions += self._decide(now_s)
         actions += self._prepare(now_s)
         return actions
 
     def wake_at_s(self) -> float | None:
         """When a Tick is due: a lease ends or the policy wants to look again."""
-        lease_s = self._leases[0][0] if self._leases else None
         look_s = self._look_again_s()
-        return min((s for s in (lease_s, look_s) if s is not None), default=None)
+        wake_s = self._leases.next_s if look_s is None else min(self._leases.next_s, look_s)
+        return None if wake_s == NEVER else wake_s
 
     def snapshot(self) -> Snapshot:
         return Snapshot.of(
@@ -179,7 +182,7 @@ class Frame(ABC):
     def _may_prepare(self, now_s: float) -> bool:
         """Whether one more environment may be made now."""
         del now_s
-        return len(self._programs) - len(self._queued) < self._settings.live_programs
+        return len(self._housed) < self._settings.live_programs
 
     def _held_on(self, seat: EngineSeat) -> list[Program]:
         """Programs whose KV is there."""
@@ -193,8 +196,7 @@ class Frame(ABC):
             if program is None:
                 self._late_events += 1
                 return []
-            if program.expires_s != NEVER:
-                program.expires_s = now_s + program.lease_s
+            self._leases.renew(program, now_s)
             handle(program, event, now_s)
             return []
 
@@ -222,13 +224,15 @@ class Frame(ABC):
             self._late_events += 1
             return []
         limit = self._settings.queue_limit
-        if limit is not None and len(self._queued) >= limit:
+        if event.has_environment and limit is not None and len(self._queued) >= limit:
             return [TurnAway(event.program_id, self._retry_after_s(now_s))]
         self._submitted += 1
         program = Program.submitted(event, self._submitted, now_s)
         self._programs[program.id] = program
-        self._queued.add(program.rank, program.id)
         program.waits_for(Reason.SANDBOX, now_s)
+        if not program.has_environment:
+            return [self._begin_preparing(program, now_s)]
+        self._queued.add(program.rank, program.id)
         return []
 
     def _retry_after_s(self, now_s: float) -> float:
@@ -277,6 +281,7 @@ class Frame(ABC):
         self._has_finished(program, now_s)
         self._queued.discard(program.id)
         self._preparing.discard(program.id)
+        self._housed.discard(program.id)
         del self._programs[program.id]
 
     # ---- what happened to engines ----
@@ -319,21 +324,6 @@ class Frame(ABC):
 
     # ---- time ----
 
-    def _expire(self, now_s: float) -> list[Action]:
-        expired: list[Action] = []
-        while self._leases and self._leases[0][0] <= now_s:
-            _, program_id = heapq.heappop(self._leases)
-            program = self._programs.get(program_id)
-            if program is None:
-                continue
-            if program.expires_s <= now_s:
-                # Said once; the shell ends the program, which reports Finished.
-                program.expires_s = NEVER
-                expired.append(Expire(program_id))
-            elif program.expires_s != NEVER:
-                heapq.heappush(self._leases, (program.expires_s, program_id))
-        return expired
-
     def _prepare(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
         while (entry := self._queued.oldest()) and self._may_prepare(now_s):
@@ -343,9 +333,10 @@ class Frame(ABC):
     def _begin_preparing(self, program: Program, now_s: float) -> Action:
         self._queued.discard(program.id)
         self._move(program, Move.PREPARE, now_s)
-        self._preparing.add(program.id)
-        program.expires_s = now_s + program.lease_s
-        heapq.heappush(self._leases, (program.expires_s, program.id))
+        if program.has_environment:
+            self._housed.add(program.id)
+            self._preparing.add(program.id)
+        self._leases.begin(program, now_s)
         return Prepare(program.id)
 
     # ---- the only ways in which a program changes ----

@@ -52,6 +52,7 @@ class Program:
     group_size: int = 1
     trainable_until: Version | None = None
     sandbox: SandboxClaim = NO_CLAIM
+    has_environment: bool = True
     submitted_s: float = 0.0
     expires_s: float = NEVER
     """A queued program holds nothing and needs no lease."""
@@ -98,6 +99,7 @@ class Program:
             group_size=event.group_size,
             trainable_until=event.trainable_until,
             sandbox=event.sandbox,
+            has_environment=event.has_environment,
             submitted_s=now_s,
             since_s=now_s,
         )

@@ -53,10 +53,10 @@ class Roster:
         self.marks.stirred.clear()
         return stirred
 
-    @property
-    def claimed(self) -> list[Seat]:
-        """Those that are kept clear for a program."""
-        return list(self.marks.claimed.values())
+    def claimed_and_stirred(self) -> list[Seat]:
+        """Those that are kept clear for a program, and on which something has changed."""
+        claimed = self.marks.claimed
+        return [seat for engine_id, seat in self.marks.stirred.items() if engine_id in claimed]
 
     @property
     def has_unclaimed(self) -> bool:

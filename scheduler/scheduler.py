@@ -77,32 +77,35 @@ class Scheduler(Paced):
     def _serve_the_due(self, now_s: float) -> list[Action]:
         if not self.patience.is_anybody_due(now_s - self._settings.patience_s):
             return []
-        for seat in self._roster.claimed:
+        for seat in self._roster.claimed_and_stirred():
             if not self.gate.may_start(seat.id):
                 seat.unclaim()
         if self._roster.has_unclaimed:
             self._claim_for_the_due(now_s)
         actions: list[Action] = []
-        for seat in self._roster.claimed:
-            if seat.claimed_by is not None and seat.is_stirred:
+        for seat in self._roster.claimed_and_stirred():
+            if seat.claimed_by is not None:
                 actions += self._clear(seat, seat.claimed_by, now_s)
         return actions
 
     def _claim_for_the_due(self, now_s: float) -> None:
         for program in self.patience.due(now_s - self._settings.patience_s, _LOOK_FAR):
+            if not self._roster.has_unclaimed:
+                break
             if program.claims is None and (seat := self._to_clear(program)) is not None:
                 seat.claim(program)
 
     def _to_clear(self, program: Program) -> Seat | None:
         """Where its KV is; else the engine that has least to end before it fits."""
         home = self.seat_of(program)
-        seats = [home] if home is not None else self._seats.values()
+        if home is not None:
+            return home if home.claimed_by is None and self.gate.may_start(home.id) else None
         return loosest(
             seat
-            for seat in seats
+            for seat in self._seats.values()
             if seat.claimed_by is None
             and self.gate.may_start(seat.id)
-            and (seat is home or seat.could_ever_hold(program.wanted))
+            and seat.could_ever_hold(program.wanted)
         )
 
     def _clear(self, seat: Seat, program: Program, now_s: float) -> list[Action]:

@@ -1,7 +1,8 @@
 """One engine as the scheduler sees it, and what room on it costs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from sostenuto.scheduler.acting import Acting, Candidate
 from sostenuto.scheduler.fleet import EngineSeat
@@ -18,7 +19,9 @@ Taken = tuple[Program, int]
 _SMOOTHING = 0.05
 _CROWDED = 0.25
 _LOOKED_AT = 64
-"""Programs among which the cheapest cover is sought."""
+"""Programs among which the cheapest cover is sought; more where those together have too little."""
+_ASKED = 1024
+"""Programs of which it is asked whether giving up their KV pays, the least likely to return first."""
 _CERTAIN = 1e3
 """Rate of a program that has its result already."""
 
@@ -70,10 +73,6 @@ class Seat(EngineSeat):
 
     def stir(self) -> None:
         self.marks.stirred[self.id] = self
-
-    @property
-    def is_stirred(self) -> bool:
-        return self.id in self.marks.stirred
 
     def changes(self) -> None:
         """More than free tokens has changed: whoever found no room here may find some."""
@@ -232,7 +231,9 @@ class Seat(EngineSeat):
         if self.gives_up_parts:
             taken = self._ends(needed, now_s)
         else:
-            taken = whole(cheapest(self._first_paying(needed, now_s), needed))
+            paying = first_enough(self._paying(needed, now_s), needed)
+            paying.sort(key=lambda candidate: candidate[0])
+            taken = whole(cheapest(paying, needed))
         if taken is None:
             self.too_much_tokens = needed
         return taken
@@ -249,7 +250,7 @@ class Seat(EngineSeat):
         highest = self.break_even_rate(0, needed)
         taken: list[Taken] = []
         lacking = -(-needed // self.kv.block_tokens) * self.kv.block_tokens
-        for rate, program in self.acting.by_rate(now_s):
+        for rate, program in islice(self.acting.by_rate(now_s), _ASKED):
             if rate >= highest:
                 break
             if rate * (1 + program.fatigue) < highest:
@@ -262,7 +263,7 @@ class Seat(EngineSeat):
 
     def clear(self, program: Program, needed: int, now_s: float, before: Key) -> list[Taken] | None:
         """The same for `program` whatever it costs, at last also from ready ones that come after `before`."""
-        candidates = list(self._all(now_s, before))
+        candidates = first_enough(self._all(now_s, before), needed)
         victims = cheapest(candidates, needed)
         if victims is not None or self.decoding:
             return whole(victims)
@@ -270,20 +271,9 @@ class Seat(EngineSeat):
         without = {program.id, *(victim.id for _, victim in candidates)}
         return whole(candidates) if self.kv.fits_without(without, program.wanted) else None
 
-    def _first_paying(self, needed: int, now_s: float) -> list[Candidate]:
-        """The first few, or as many as are needed."""
-        taken: list[Candidate] = []
-        tokens = 0
-        for candidate in self._paying(needed, now_s):
-            taken.append(candidate)
-            tokens += candidate[1].held_tokens
-            if len(taken) >= _LOOKED_AT and tokens >= needed:
-                break
-        return sorted(taken, key=lambda candidate: candidate[0])
-
     def _paying(self, needed: int, now_s: float) -> Iterator[Candidate]:
         highest = self.break_even_rate(0, needed)
-        for rate, program in self.acting.by_rate(now_s):
+        for rate, program in islice(self.acting.by_rate(now_s), _ASKED):
             if rate >= highest:
                 break
             # Who was made to come back without its KV before is asked last.
@@ -303,6 +293,18 @@ class Seat(EngineSeat):
 
 def whole(victims: list[Candidate] | None) -> list[Taken] | None:
     return None if victims is None else [(program, program.held_tokens) for _, program in victims]
+
+
+def first_enough(candidates: Iterable[Candidate], needed: int) -> list[Candidate]:
+    """The first few, or as many as have `needed` tokens together; all when that is too few."""
+    taken: list[Candidate] = []
+    tokens = 0
+    for candidate in candidates:
+        taken.append(candidate)
+        tokens += candidate[1].held_tokens
+        if len(taken) >= _LOOKED_AT and tokens >= needed:
+            break
+    return taken
 
 
 def cheapest(candidates: Sequence[Candidate], needed: int) -> list[Candidate] | None:

@@ -7,7 +7,7 @@ class SchedulerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     live_programs: int = Field(default=256, gt=0)
-    """Programs with an environment at one time, prepared or being prepared."""
+    """Programs with an environment at one time, prepared or being prepared; those without do not count."""
 
     prepare_ahead: int | None = Field(default=None, gt=0)
     """Environments that may be prepared before there is KV for them; None: as many as measurements say."""

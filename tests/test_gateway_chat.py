@@ -10,6 +10,7 @@ from hosts import until
 from scripted import calls, says, write_tokenizer_folder
 from sostenuto.runtime.config import GatewaySettings
 from sostenuto.runtime.gateway.terms import Terms
+from sostenuto.scheduler.settings import SchedulerSettings
 
 TOOL_THEN_TEXT = (calls(("look", '{"place": "attic"}')), says("It is dusty."))
 
@@ -55,6 +56,16 @@ async def test_while_the_client_runs_its_tool_the_program_acts_and_its_kv_is_hel
         (phase,) = front.dispatcher.scheduler.snapshot().phases.values()
         assert phase == "acting"
         assert list(front.engine.held) == ["gateway/1"]
+
+
+async def test_programs_that_are_idle_keep_nobody_out(model: Path):
+    one_at_a_time = SchedulerSettings(live_programs=1, prepare_ahead=1)
+    async with fronted(model, always("yes"), scheduler=one_at_a_time) as front:
+        for name in "abc":
+            with anyio.fail_after(10):
+                reply = await front.chat(HELLO, headers={"X-Program-Id": name})
+            assert reply.json["choices"][0]["message"]["content"] == "yes"
+        assert front.resident == 3
 
 
 async def test_a_client_that_rewrites_reasoning_blanks_and_arguments_still_continues(model: Path):

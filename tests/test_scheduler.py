@@ -24,6 +24,7 @@ from sostenuto.scheduler.actions import (
     Submitted,
     Tick,
     ToolReturned,
+    TurnAway,
     TurnEnded,
     UpdateCommitted,
     UpdateStaged,
@@ -78,10 +79,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def of_phase(self, *phases: Phase) -> list[ProgramId]:
         return sorted(id_ for id_, phase in self.scheduler.snapshot().phases.items() if phase in phases)
 
-    @rule()
-    def submit(self) -> None:
+    @rule(has_environment=st.booleans())
+    def submit(self, *, has_environment: bool) -> None:
         self.count += 1
-        self.feed(Submitted(ProgramId(f"p{self.count:03}"), lease_s=1000.0))
+        program = ProgramId(f"p{self.count:03}")
+        self.feed(Submitted(program, lease_s=1000.0, has_environment=has_environment))
+        assert has_environment or self.scheduler.snapshot().phases[program] is Phase.PREPARING
 
     @rule(data=st.data(), tokens=st.integers(1, 40))
     def prepared(self, data: st.DataObject, tokens: int) -> None:
@@ -194,6 +197,24 @@ def test_environments_are_prepared_in_order_and_only_so_many_ahead():
     scheduler = Scheduler(SchedulerSettings(prepare_ahead=2))
     actions = [scheduler.apply(Submitted(ProgramId(n), 10.0), 0.0) for n in "abc"]
     assert actions == [[Prepare(ProgramId("a"))], [Prepare(ProgramId("b"))], []]
+
+
+def test_programs_without_an_environment_begin_at_once_and_leave_the_places_to_those_with_one():
+    scheduler = Scheduler(SchedulerSettings(live_programs=1, prepare_ahead=1, queue_limit=1))
+    bare = [Submitted(ProgramId(f"bare{n}"), 10.0, has_environment=False) for n in range(3)]
+    housed = [Submitted(ProgramId(name), 10.0) for name in "abc"]
+    assert [scheduler.apply(one, 0.0) for one in bare] == [[Prepare(one.program_id)] for one in bare]
+    told = [scheduler.apply(one, 0.0) for one in housed]
+    assert told == [[Prepare(ProgramId("a"))], [], [TurnAway(ProgramId("c"), 1.0)]]
+    late = Submitted(ProgramId("late"), 10.0, has_environment=False)
+    assert scheduler.apply(late, 0.0) == [Prepare(ProgramId("late"))]
+    assert scheduler.apply(Finished(ProgramId("a")), 1.0) == [Prepare(ProgramId("b"))]
+
+
+def test_a_program_without_an_environment_has_a_lease_from_the_beginning():
+    scheduler = Scheduler()
+    scheduler.apply(Submitted(ProgramId("bare"), 10.0, has_environment=False), 0.0)
+    assert scheduler.apply(Tick(), 10.0) == [Expire(ProgramId("bare"))]
 
 
 def test_nobody_waits_so_nothing_is_given_up():

@@ -1,5 +1,6 @@
 """What the scheduler learns of tools and engines, and whose KV it would give up."""
 
+from collections.abc import Iterator
 from math import inf
 
 import pytest
@@ -8,11 +9,13 @@ from hypothesis import strategies as st
 
 from sostenuto.scheduler.acting import Acting, ActingByTool, ActingForeseen
 from sostenuto.scheduler.actions import Submitted
+from sostenuto.scheduler.kv import Footprint, KvLedger
+from sostenuto.scheduler.order import FIRST
 from sostenuto.scheduler.program import Program
 from sostenuto.scheduler.rates import EngineRates
-from sostenuto.scheduler.seat import cheapest, pruned
+from sostenuto.scheduler.seat import Seat, cheapest, first_enough, pruned
 from sostenuto.scheduler.tool_times import EDGES_S, OCTAVES, ToolTimes, octave_of
-from sostenuto.types import ProgramId
+from sostenuto.types import EngineId, ProgramId
 
 
 def program(name: str = "p", rank: int = 1, **known: object) -> Program:
@@ -171,6 +174,55 @@ def test_one_that_is_enough_alone_is_taken_when_it_costs_less():
 def test_pruning_keeps_the_cheap():
     picked = [(1.0, holding("cheap", 10)), (5.0, holding("dear", 10))]
     assert [one.id for _, one in pruned(picked, 10)] == ["cheap"]
+
+
+def test_of_many_candidates_only_the_first_few_are_looked_at_unless_more_are_needed():
+    candidates = [(1.0, holding(f"p{n}", 10)) for n in range(1000)]
+    assert len(first_enough(iter(candidates), 1)) == 64
+    assert len(first_enough(iter(candidates), 5000)) == 500
+    assert first_enough(iter(candidates), 10_001) == candidates
+
+
+class Counted(ActingByTool):
+    """Knows how many were looked at."""
+
+    looked_at = 0
+
+    def by_rate(self, now_s: float) -> Iterator[tuple[float, Program]]:
+        for candidate in super().by_rate(now_s):
+            self.looked_at += 1
+            yield candidate
+
+
+def seat_with(acting: int, *, tokens: int = 10) -> tuple[Seat, Counted]:
+    who = Counted(ToolTimes())
+    pool = KvLedger(acting * tokens)
+    seat = Seat(EngineId("e"), pool, 8, rates=EngineRates(8000.0, 8), acting=who)
+    for number in range(acting):
+        one = holding(f"p{number}", 0)
+        one.footprint = Footprint(tokens)
+        seat.hold(one, 0.0)
+    return seat, who
+
+
+def test_what_room_costs_on_a_crowded_engine_is_known_after_a_look_at_a_few():
+    seat, who = seat_with(20_000)
+    wanting = holding("wanting", 0)
+    wanting.lacks_engine(Footprint(20), 10)
+    victims = seat.clear(wanting, 30, 1.0, FIRST)
+    assert sum(tokens for _, tokens in victims or []) == 30
+    assert who.looked_at <= 64
+    assert seat.cover(30, 1e6)
+    assert who.looked_at <= 128
+
+
+def test_where_nothing_pays_it_is_not_asked_of_everybody():
+    seat, who = seat_with(20_000)
+    for _, one in seat.acting.by_rate(0.0):
+        one.fatigue = 1e9
+    who.looked_at = 0
+    assert seat.cover(30, 1e6) is None
+    assert who.looked_at <= 1024
 
 
 # ---- rates ----

@@ -49,8 +49,6 @@ class LaneHome:
     """An idle lane keeps its place so long."""
     turn_tokens: int
     """Of a reply for which the client sets no limit: the scheduler keeps KV clear for as many."""
-    salt: str = ""
-    """Only lanes with the same one share KV."""
     routed_experts: bool = False
     total_tokens: int | None = None
     """Of one conversation; None: as many as the model's context has."""
@@ -80,7 +78,9 @@ class Lane:
         self.failure: ProgramError | None = None
         """Of the last call, where that was no fault of its own."""
         self._home = home
-        self._submitted = entrance.submitted if entrance else Submitted(id_, home.lease_s)
+        self._submitted = (
+            entrance.submitted if entrance else Submitted(id_, home.lease_s, has_environment=False)
+        )
         self._place = entrance.place if entrance else None
         self._may_prepare = entrance is not None
         """The place is new: the scheduler was told nothing since it was granted."""
@@ -91,7 +91,6 @@ class Lane:
         self._engine_ids: set[EngineId] = set()
         self._released: anyio.Event | None = None
         """Set once the KV of the last place has been given back."""
-        self._prompt_tokens = 0
 
     def __repr__(self) -> str:
         return f"<Lane {self.id} {self.calls} calls, {len(self.record.token_ids)} tokens>"
@@ -218,7 +217,6 @@ class Lane:
             self._place = self._home.admit(self._submitted, self._lost)
             await self._place.grant()
         self._may_prepare = False
-        self._prompt_tokens = len(self.record.token_ids)
         self._home.around.prompts.add(self.id, self.record.token_ids)
         self._home.around.report(Prepared(self.id, self._footprint(), room))
 
@@ -245,7 +243,7 @@ class Lane:
             sampling=ask.sampling.model_copy(update={"seed": seed}),
             hold=hold,
             priority=ask.priority,
-            salt=ask.salt or self._home.salt,
+            salt=ask.salt,
             top_logprobs=ask.top_logprobs,
             routed_experts=ask.routed_experts or self._home.routed_experts,
         )

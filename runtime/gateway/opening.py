@@ -93,7 +93,6 @@ def _served(dispatcher: Dispatcher, folder: ModelFolder, settings: GatewaySettin
         stop_token_ids=renderer.stop_token_ids,
         texts=Texts(Vocabulary(folder.tokenizer_json)),
         created=time_ns() // 10**9,
-        prompt_tokens=lambda ask: sum(len(p.token_ids) for p in renderer.start(ask.messages, ask.tools)),
         renderer=renderer,
         features=lambda: dispatcher.fleet.features,
     )

@@ -24,8 +24,6 @@ _LIMITS = {"turn_limit": StopReason.TURN_LIMIT, "context_length_exceeded": StopR
 """By the code of the call that was refused for it."""
 _BUSY_LANES = 64
 """Calls of one program at the same time."""
-_IDLE_PLACES = 8
-"""Lanes that keep their place between calls; the longest idle leave theirs."""
 _SEED_BITS = 31
 _SERVED_LANES = 256
 """Of a program that is only served; the longest idle beyond them are forgotten."""
@@ -46,7 +44,7 @@ class Session:
         """`ended` is told once, after `close` and the last call.  `entrance`: for the first lane."""
         self.id = id_
         self.terms = terms
-        self.used_s = self.begun_s = home.around.now_s()
+        self.used_s = home.around.now_s()
         self.is_over = self._is_told = self._is_stopped = False
         self.limit: StopReason | None = None
         """What the last call was refused for, if it was for a limit."""
@@ -201,7 +199,7 @@ class Session:
     def _settle(self) -> None:
         """After a call or the end: who gives back what."""
         idle = sorted((lane for lane in self.lanes if not lane.is_busy), key=lambda lane: lane.used_s)
-        for lane in idle if self.is_over else idle[:-_IDLE_PLACES]:
+        for lane in idle if self.is_over else ():
             lane.close()
         if self.is_over and self._entrance is not None:
             self._entrance.place.leave()

@@ -27,7 +27,7 @@ class Ask:
     routed_experts: bool = False
     """Whether the reply says which experts its tokens were routed to."""
     salt: str = ""
-    """Only calls with the same one share KV; "" for the lane's own."""
+    """Only calls with the same one share KV."""
     priority: int = 0
     """Among requests that wait in an engine, higher goes first."""
 

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from pydantic_core import to_json
 
-from sostenuto.runtime.engines.wire import FinishReason, Sampling, WireSpan
+from sostenuto.runtime.engines.wire import FinishReason, WireSpan
 from sostenuto.runtime.gateway.bodies import read
 from sostenuto.runtime.gateway.dialects.anthropic_body import MessagesBody, PromptBody
 from sostenuto.runtime.gateway.dialects.dialect import Call, Json, Live, Served
@@ -156,8 +156,8 @@ def counted(body: Json, served: Served) -> Json:
     """The reply to a request for the number of tokens of a prompt; Refused as a call of it would be."""
     wanted = read(PromptBody, body)
     served.check(wanted.model)
-    ask = Ask(messages=wanted.conversation(), tools=wanted.schemas(), sampling=Sampling(seed=0))
-    return {"input_tokens": served.prompt_tokens(ask)}
+    pieces = served.renderer.start(wanted.conversation(), wanted.schemas())
+    return {"input_tokens": sum(len(piece.token_ids) for piece in pieces)}
 
 
 def _message(call: Call, served: Served) -> Json:

@@ -29,8 +29,6 @@ class Served:
     texts: Texts
     created: int
     """Unix time, in seconds."""
-    prompt_tokens: Callable[[Ask], int]
-    """How many tokens the messages and tools of a call come to; ConfigError as the template refuses them."""
     renderer: Renderer
     features: Callable[[], frozenset[Feature]]
     """What all engines have, as they are now."""
