@@ -20,7 +20,8 @@ from sostenuto.runtime.jobs.events import JobStarted, StepTrained
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.quickstart.job import default_config
 from sostenuto.runtime.runtime import Runtime
-from sostenuto.trainer.settings import GRPO, LearnerSettings, Schedule
+from sostenuto.trainer.algorithms import GRPO
+from sostenuto.trainer.settings import LearnerSettings, Schedule
 from sostenuto.types import Usage
 
 _WAIT_S = 2.0

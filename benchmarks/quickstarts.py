@@ -8,7 +8,7 @@ from benchmarks.leftovers import open_groups, remaining_processes
 from sostenuto.runtime.jobs.events import JobResult
 from sostenuto.runtime.quickstart.job import default_config, quickstart
 from sostenuto.runtime.quickstart.recipe import Copying, Demonstrating, Gate, Recipe, Reinforcing
-from sostenuto.trainer.settings import GRPO
+from sostenuto.trainer.algorithms import GRPO
 
 
 async def measure(bench: Bench) -> None:

@@ -362,7 +362,7 @@ def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> dict[str, An
         if str(part) in known:
             annotation = known[str(part)]
             found = (_keys(candidate) for candidate in (annotation, *get_args(annotation)))
-            known = next((keys for keys in found if keys is not None), dict[str, Any]())
+            known = {key: value for keys in found if keys is not None for key, value in keys.items()}
     return known
 
 

@@ -28,7 +28,8 @@ from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig, Section, load_toml
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, WarmStart
 from sostenuto.runtime.models import resolve_model
-from sostenuto.trainer.settings import GRPO, LearnerSettings
+from sostenuto.trainer.algorithms import GRPO, AnyAlgorithm
+from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.types import Limits, Truncation
 
 BUILT_IN = {
@@ -98,7 +99,9 @@ class TrainFile(_JobFile):
     kv_at_update: Literal["recompute", "keep"] = "recompute"
     eval_every: int = Field(default=0, ge=0)
     save_every: int = Field(default=0, ge=0)
-    algorithm: GRPO = GRPO()
+    algorithm: AnyAlgorithm = GRPO()
+    reference: str | None = None
+    """As `model`; of the model that `algorithm.kl` is measured from."""
     learner: LearnerSettings = LearnerSettings()
     warm_start: WarmStart | None = None
 
@@ -117,10 +120,12 @@ class TrainFile(_JobFile):
             "tasks",
             "eval_tasks",
             "model",
+            "reference",
         }
         return RLJob(
             env=environment,
             model=await resolve_model(self.model),
+            reference=None if self.reference is None else await resolve_model(self.reference),
             tasks=self.tasks.load(environment),
             eval_tasks=self.eval_tasks.load(environment) if self.eval_tasks else (),
             **{name: getattr(self, name) for name in same},

@@ -18,7 +18,7 @@ from sostenuto.runtime.jobs.events import JobEvent, StepTrained
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.runtime import Runtime
-from sostenuto.trainer.settings import GRPO
+from sostenuto.trainer.algorithms import GRPO
 from sostenuto.types import Limits, Purpose, Version
 
 

@@ -14,7 +14,8 @@ from sostenuto.runtime.jobs.events import StepTrained
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.quickstart.recipe import ModelShape
 from sostenuto.runtime.runtime import Runtime
-from sostenuto.trainer.settings import GRPO, LearnerSettings
+from sostenuto.trainer.algorithms import GRPO
+from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.types import Limits, Version
 from test_engines_several import until
 

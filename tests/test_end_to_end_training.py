@@ -26,7 +26,7 @@ from sostenuto.runtime.jobs.job import EvalJob, RLJob
 from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.runtime import JobHandle, Runtime
-from sostenuto.trainer.settings import GRPO
+from sostenuto.trainer.algorithms import GRPO
 from sostenuto.types import Limits, Purpose, Version
 
 CLI = [sys.executable, "-c", "from sostenuto.runtime.cli import main; main()"]

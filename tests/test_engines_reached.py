@@ -13,7 +13,7 @@ from sostenuto.runtime.jobs.events import StepTrained
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.runtime import JobCancelled, Runtime
-from sostenuto.trainer.settings import GRPO
+from sostenuto.trainer.algorithms import GRPO
 from sostenuto.types import Purpose, Version
 
 each_kind = pytest.mark.parametrize("serve", [vllm, sglang])

@@ -24,7 +24,7 @@ from sostenuto.runtime.jobs.events import StepTrained
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.runtime import Runtime
-from sostenuto.trainer.settings import GRPO
+from sostenuto.trainer.algorithms import GRPO
 from sostenuto.types import Limits, ProgramId, Purpose, Version
 
 REAL = json.loads(os.environ.get("SOSTENUTO_REAL_ENGINE", "{}"))

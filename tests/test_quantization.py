@@ -17,11 +17,12 @@ from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
 from sostenuto.runtime.engines.embedded.tensors import as_list
 from sostenuto.runtime.engines.wire import CommitRequest, GenerateReply
+from sostenuto.trainer.algorithms import GRPO
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import load_policy
 from sostenuto.trainer.quantization import Format, dequantize, fake_quantize, quantize, quantized_weights
 from sostenuto.trainer.samples import Sample
-from sostenuto.trainer.settings import GRPO, LearnerSettings
+from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.trainer.tensors import backpropagate
 from sostenuto.types import EngineId, Version
 

@@ -15,10 +15,11 @@ from sostenuto.runtime.engines.wire import GenerateReply, RoutedExperts
 from sostenuto.runtime.records import decode_trajectory, encode_trajectory
 from sostenuto.runtime.rendering.conversation import Conversation
 from sostenuto.runtime.rendering.experts import ExpertLog
+from sostenuto.trainer.algorithms import GRPO
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import load_policy
 from sostenuto.trainer.samples import Sample, trajectory_samples
-from sostenuto.trainer.settings import GRPO, LearnerSettings
+from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.trainer.wire import sample_from_wire, sample_to_wire
 from sostenuto.types import GroupId, Message, ProgramId, Purpose, StopReason, Version
 

@@ -262,7 +262,8 @@ async def test_a_fork_bomb_is_bounded_and_ends_with_its_deadline(kind: str):
         bomb = "f() { f & f & sleep 1; }; f; while :; do f; done"
         await sandbox.shell(bomb, timeout_s=0.5)
         assert len(left_processes(root)) <= most + 3
-        assert (await output_of(sandbox, "echo alive")).endswith("alive")
+        # What is left of the bomb may still complain in between.
+        assert "alive" in (await output_of(sandbox, "echo alive")).splitlines()
 
 
 @each_backend

@@ -272,7 +272,7 @@ async def test_a_stream_across_an_update_tells_each_token_with_its_own_version(
         await engine.commit_update(CommitRequest(version="0.1"))
     assert [span.version for span in replies[0].versions] == ["0.0", "0.1"]
     assert whole(told) == whole(replies[0].spans())
-    assert len(told) > 2
+    assert len(told) >= 2
 
 
 def whole(spans: list[WireSpan]) -> list[tuple[int, float, str]]:

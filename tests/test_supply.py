@@ -21,8 +21,8 @@ from sostenuto.runtime.ledger import Ledger
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.tools.wire import Reward
+from sostenuto.trainer.algorithms import GRPO
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.trainer.settings import GRPO
 from sostenuto.types import CallId, EngineId, Episode, ProgramId, ToolCall, ToolResult
 
 pytestmark = pytest.mark.looptime

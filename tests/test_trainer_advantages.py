@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from sostenuto.errors import Blame, RecordError
 from sostenuto.records import Producer, Span
 from sostenuto.trainer.advantages import group_advantages
-from sostenuto.trainer.credit import credit_group
-from sostenuto.trainer.settings import GRPO
+from sostenuto.trainer.algorithms import GRPO
+from sostenuto.trainer.credit import credit
+from sostenuto.trainer.parts import GroupRelative
 from sostenuto.types import Outcome, OutcomeKind
 from trainer_world import sampled, trajectory
 
@@ -16,7 +17,7 @@ FAILED = Outcome(OutcomeKind.FAILED, "sandbox died", Blame.INFRASTRUCTURE)
 
 def test_rewards_1_1_0_0_give_plus_one_and_minus_one_shared_by_all_tokens_of_a_response():
     members = tuple(trajectory(f"p{i}", reward) for i, reward in enumerate([1.0, 1.0, 0.0, 0.0]))
-    samples = credit_group(members, GRPO(group_size=4))
+    samples = credit([members], GRPO(group_size=4))
     assert [s.advantages[s.mask].tolist() for s in samples] == [[1, 1], [1, 1], [-1, -1], [-1, -1]]
     assert all((s.advantages[~s.mask] == 0).all() for s in samples)
 
@@ -46,7 +47,7 @@ def test_a_failed_member_trains_nothing_and_votes_in_nothing():
         trajectory("c", 0.0),
         trajectory("d", 0.0),
     )
-    samples = credit_group(members, GRPO(group_size=4, normalize_std=False))
+    samples = credit([members], GRPO(group_size=4, advantage=GroupRelative(normalize_std=False)))
     assert [s.origin for s in samples] == ["a", "c", "d"]
     assert [float(s.advantages[-1]) for s in samples] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
 
@@ -55,7 +56,7 @@ def test_one_reward_counts_once_however_many_sequences_it_has():
     start = Span.fed(Producer.USER, [1])
     branches = ((start, sampled([2, 3])), (start, sampled([4])), (start, sampled([5])))
     members = (trajectory("a", 1.0, sequences=branches), trajectory("b", 0.0))
-    samples = credit_group(members, GRPO())
+    samples = credit([members], GRPO())
     assert [(s.origin, float(s.advantages[-1])) for s in samples] == [("a", 1), ("a", 1), ("a", 1), ("b", -1)]
 
 
@@ -65,7 +66,7 @@ def test_a_group_of_one_and_a_reward_that_is_not_finite_are_refused():
     with pytest.raises(RecordError, match="not finite"):
         group_advantages(np.array([1.0, np.nan]))
     with pytest.raises(RecordError, match="several groups"):
-        credit_group((trajectory("a", 1.0, group="g"), trajectory("b", 0.0, group="h")), GRPO())
+        credit([(trajectory("a", 1.0, group="g"), trajectory("b", 0.0, group="h"))], GRPO())
 
 
 @given(

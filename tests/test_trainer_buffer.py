@@ -178,7 +178,7 @@ def test_a_program_nobody_expects_or_that_ends_twice_is_refused():
         buffer.add(trajectory("x", 1.0))
     with pytest.raises(RecordError, match="open already"):
         opened(buffer, "g", "c", "d")
-    with pytest.raises(RecordError, match="two or more"):
+    with pytest.raises(RecordError, match="2 or more"):
         opened(buffer, "h", "c")
 
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from sostenuto.errors import ConfigError, TrainerError
+from sostenuto.trainer.algorithms import GRPO, SFT
 from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import load_policy
 from sostenuto.trainer.retention import checkpoints, replacing
-from sostenuto.trainer.settings import GRPO, SFT
 from sostenuto.types import Version
 from trainer_world import V0, learner, random_samples, write_model
 

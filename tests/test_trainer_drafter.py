@@ -10,12 +10,13 @@ from rich.console import Console
 from sostenuto.errors import ConfigError, EngineError
 from sostenuto.runtime.engine_view import EngineView
 from sostenuto.runtime.engines_command import show_engines
+from sostenuto.trainer.algorithms import GRPO
 from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint
 from sostenuto.trainer.client import TrainerClient
 from sostenuto.trainer.drafter import Drafter, open_drafter
 from sostenuto.trainer.model import load_policy
 from sostenuto.trainer.samples import Sample
-from sostenuto.trainer.settings import GRPO, LearnerSettings
+from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.types import Version
 from trainer_world import V0, learner, random_samples, write_bigram, write_model
 

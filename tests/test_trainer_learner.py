@@ -10,12 +10,13 @@ import torch
 
 from sostenuto.errors import ConfigError, RecordError
 from sostenuto.records import Producer, Span
-from sostenuto.trainer.credit import credit_group
+from sostenuto.trainer.algorithms import GRPO, SFT
+from sostenuto.trainer.credit import credit
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import load_policy
 from sostenuto.trainer.optimizer import Optimizer
+from sostenuto.trainer.parts import Aggregation
 from sostenuto.trainer.samples import Sample, demonstration
-from sostenuto.trainer.settings import GRPO, SFT, Aggregation
 from sostenuto.types import Version
 from trainer_world import (
     V0,
@@ -333,13 +334,11 @@ def test_groups_of_samples_and_their_rewards_teach_which_token_pays(folder: Path
         for group in picks.tolist():
             version = subject.version or V0
             spans = [sampled([token], version=version, logprob=float(table[token])) for token in group]
-            batch += credit_group(
-                tuple(
-                    trajectory(f"{index}", float(span.token_ids[0] == paying), sequences=((start, span),))
-                    for index, span in enumerate(spans)
-                ),
-                algorithm,
+            members = tuple(
+                trajectory(f"{index}", float(span.token_ids[0] == paying), sequences=((start, span),))
+                for index, span in enumerate(spans)
             )
+            batch += credit([members], algorithm)
         report = subject.learn(batch, algorithm)
         assert report.max_abs_dlogp == pytest.approx(0.0, abs=1e-5)
         subject.name(Version(0, number))

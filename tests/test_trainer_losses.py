@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from sostenuto.trainer.corrections import correct, known_rollout, ratio
 from sostenuto.trainer.losses import clipped_policy, policy_gradient, supervised
 from sostenuto.trainer.optimizer import learning_rate
-from sostenuto.trainer.settings import TIS, Schedule
+from sostenuto.trainer.parts import TIS
+from sostenuto.trainer.settings import Schedule
 from sostenuto.trainer.tensors import as_array, backpropagate
 
 

@@ -14,10 +14,11 @@ import psutil
 import pytest
 
 from sostenuto.errors import ConfigError, RecordError, TrainerError
+from sostenuto.trainer.algorithms import GRPO, SFT
 from sostenuto.trainer.client import TrainerClient
 from sostenuto.trainer.publication.sender import SHARED_MEMORY
 from sostenuto.trainer.samples import demonstration
-from sostenuto.trainer.settings import GRPO, SFT, LearnerSettings, Schedule
+from sostenuto.trainer.settings import LearnerSettings, Schedule
 from sostenuto.types import Version
 from trainer_world import V0, learner, random_samples, write_model
 

@@ -7,7 +7,8 @@
 Suffixes: B = sequences of a micro-batch, T = its longest sequence, M = its masked tokens.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +43,16 @@ class MicroBatch:
     """(M,) of the token in the batch's loss."""
     fresh: NDArray[np.bool_]
     """(M,) sampled under exactly the weights that the trainer holds."""
+    sequences: Indices
+    """(M,) which sequence of the micro-batch a token is of."""
+    extras: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
+    """(M,) each, of the masked tokens; NaN where a sample has none of that name."""
     experts: Experts | None = None
     """(B, T, layers with a router, experts a token), -1 where none are known; None: of no sample."""
+
+    def extra(self, name: str) -> Floats | None:
+        """(M,); None where no sample has it."""
+        return self.extras.get(name)
 
 
 def plan(lengths: list[int], budget_tokens: int) -> list[list[int]]:
@@ -84,8 +93,20 @@ def collate(samples: list[Sample], indices: list[int], weights: list[float], fre
         advantages=np.concatenate([sample.advantages[sample.mask] for sample in chosen]),
         weights=np.repeat(np.array([weights[i] for i in indices], dtype=np.float32), counts),
         fresh=np.repeat(np.array([fresh[i] for i in indices], dtype=np.bool_), counts),
+        sequences=rows,
+        extras=_extras(chosen),
         experts=_experts(chosen, token_ids.shape[1]),
     )
+
+
+def _extras(samples: list[Sample]) -> dict[str, Floats]:
+    names = sorted({name for sample in samples for name in sample.extras})
+    return {name: np.concatenate([_extra(sample, name) for sample in samples]) for name in names}
+
+
+def _extra(sample: Sample, name: str) -> Floats:
+    known = sample.extras.get(name)
+    return np.full(sample.masked_tokens, np.nan, dtype=np.float32) if known is None else known[sample.mask]
 
 
 def _experts(samples: list[Sample], longest: int) -> Experts | None:

@@ -2,7 +2,7 @@
 
 - Groups are known by id and members by program id; arrival order means nothing.
 - A group is ready when every member has ended.  Members that failed, or have nothing to train, are left
-  out; with fewer than two left the rest is dropped.
+  out; with too few left to learn from (`fewest`) the rest is dropped.
 - Staleness and lineage are judged when a group is used, against the version deployed then.
 - Every trajectory added comes back exactly once, in a batch or as Dropped; one that carries an outcome of
   its own has had its end already and does not come back.
@@ -78,6 +78,7 @@ class _OpenGroup:
 class Buffer:
     """Groups of one job.  One owner calls it; nothing in it waits.
 
+    `fewest`: members that a group can be trained with.
     `ancestors`: for each earlier run epoch the highest version number that the present weights descend
     from.  Records of an epoch that is not listed, or beyond its number, are of an abandoned lineage.
     """
@@ -86,9 +87,11 @@ class Buffer:
         self,
         *,
         zero_spread: Literal["skip", "replace", "keep"] = "skip",
+        fewest: int = 2,
         ancestors: Mapping[int, int] | None = None,
     ) -> None:
         self._zero_spread = zero_spread
+        self._fewest = fewest
         self._ancestors = dict(ancestors or {})
         self._open: dict[GroupId, _OpenGroup] = {}
         self._ready: list[ReadyGroup] = []
@@ -118,13 +121,15 @@ class Buffer:
     def open(self, group_id: GroupId, members: Iterable[ProgramId], started: Version) -> None:
         """Expect these programs, which start under `started`.
 
-        RecordError for an id in use or a group of fewer than two.
+        RecordError for an id in use or a group of too few.
         """
         expected = tuple(members)
         if group_id in self._open or any(group.group_id == group_id for group in self._ready):
             raise RecordError(f"group {group_id} is open already")
-        if len(expected) < 2 or len(set(expected)) != len(expected):
-            raise RecordError(f"group {group_id}: two or more different members are needed, not {expected}")
+        if len(expected) < self._fewest or len(set(expected)) != len(expected):
+            raise RecordError(
+                f"group {group_id}: {self._fewest} or more different members are needed, not {expected}"
+            )
         self._open[group_id] = _OpenGroup(expected, started)
 
     def add(self, trajectory: Trajectory) -> tuple[Dropped, ...]:
@@ -196,7 +201,7 @@ class Buffer:
         group = self._open.pop(group_id)
         members = _trainable(group)
         ready = ReadyGroup(group_id, members, self._arrivals)
-        if len(members) < 2:
+        if len(members) < self._fewest:
             return ready.drop("group_too_small", f"{len(members)} of {len(group.members)} can be trained")
         if self._zero_spread == "replace" and not ready.has_signal:
             return ready.drop("no_signal", ready.describe_rewards())

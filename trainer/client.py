@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import anyio
 import msgspec
@@ -25,10 +25,11 @@ from anyio.streams.text import TextReceiveStream
 
 from sostenuto.errors import ConfigError, RecordError, TrainerError, Unsupported
 from sostenuto.records import Floats
+from sostenuto.trainer.algorithms import SFT, Algorithm
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.trainer.reports import Exactness, StepReport, TrainerFacts
 from sostenuto.trainer.samples import Sample
-from sostenuto.trainer.settings import GRPO, SFT, LearnerSettings, Schedule
+from sostenuto.trainer.settings import LearnerSettings, Schedule
 from sostenuto.trainer.wire import (
     HEADER,
     Close,
@@ -118,21 +119,25 @@ class TrainerClient:
         seed: int,
         version: Version | None = None,
         draft: Path | None = None,
+        reference: Path | None = None,
     ) -> TrainerFacts:
         """Load a Hugging Face folder.  `version` is what its weights are known by, if they are.
 
-        `draft`: the folder of the engines' draft model, if they have one.
+        `draft`: the folder of the engines' draft model, if they have one.  `reference`: of the model that a
+        KL is measured from.
         """
         path, drafter = _absolute(model_directory), draft and _absolute(draft)
-        return await self._ask(Open(path, _json(settings), seed, version, drafter), TrainerFacts)
+        compared = reference and _absolute(reference)
+        opened = Open(path, _json(settings), seed, version, drafter, compared)
+        return await self._ask(opened, TrainerFacts)
 
     async def fit(self, samples: list[Sample], algorithm: SFT | None = None) -> StepReport:
         """One supervised step on the masked tokens of the samples."""
         wire = [sample_to_wire(sample) for sample in samples]
         return await self._ask(Fit(wire, _json(algorithm or SFT())), StepReport)
 
-    async def learn(self, samples: list[Sample], algorithm: GRPO) -> StepReport:
-        """One policy step.  RecordError for samples without behaviour log-probabilities."""
+    async def learn(self, samples: list[Sample], algorithm: Algorithm) -> StepReport:
+        """What the method makes of a batch.  RecordError for samples without behaviour log-probabilities."""
         wire = [sample_to_wire(sample) for sample in samples]
         return await self._ask(Learn(wire, _json(algorithm)), StepReport)
 
@@ -140,10 +145,16 @@ class TrainerClient:
         """How many samples the model would copy greedily, teacher forced."""
         return await self._ask(Exact([sample_to_wire(sample) for sample in samples]), Exactness)
 
-    async def logprobs(self, samples: list[Sample], temperature: float = 1.0) -> list[Floats]:
-        """(T,) for each sample under the present weights; NaN where nothing is masked."""
+    async def logprobs(
+        self,
+        samples: list[Sample],
+        temperature: float = 1.0,
+        *,
+        of: Literal["policy", "reference"] = "policy",
+    ) -> list[Floats]:
+        """(T,) for each sample under the present weights, or the reference's; NaN where nothing is masked."""
         wire = [sample_to_wire(sample) for sample in samples]
-        found = await self._ask(Logprobs(wire, temperature), list[bytes])
+        found = await self._ask(Logprobs(wire, temperature, of), list[bytes])
         return [np.frombuffer(array, dtype=np.float32) for array in found]
 
     async def publish(self, version: Version) -> Manifest:
@@ -254,7 +265,7 @@ async def _launch(descriptor: int, threads: int) -> Process:
     )
 
 
-def _json(settings: LearnerSettings | GRPO | SFT | Schedule) -> bytes:
+def _json(settings: LearnerSettings | Algorithm | SFT | Schedule) -> bytes:
     return settings.model_dump_json().encode()
 
 

@@ -1,30 +1,46 @@
-"""Who gets how much of a group's outcome: rewards to advantages to samples, for GRPO."""
+"""Who gets how much of the outcomes: rewards to advantages to samples."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from sostenuto.errors import RecordError
 from sostenuto.records import Trajectory
-from sostenuto.trainer.advantages import group_advantages
+from sostenuto.trainer.advantages import batch_advantages
+from sostenuto.trainer.algorithms import Algorithm
 from sostenuto.trainer.samples import Sample, trajectory_samples
-from sostenuto.trainer.settings import GRPO
+
+Group = Sequence[Trajectory]
 
 
-def credit_group(members: tuple[Trajectory, ...], algorithm: GRPO) -> list[Sample]:
-    """Samples of one group's valid members, each trained token with its trajectory's advantage.
+def credit(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
+    """Samples of a batch's valid members, each trained token with its trajectory's advantage.
 
     A member that failed, or has no reward, votes in no statistic and trains nothing.
+    RecordError for members of several groups together, or rewards that cannot be compared.
     """
+    for members in groups:
+        _refuse_strangers(members)
+    valid = [np.array([_is_valid(member) for member in members], dtype=np.bool_) for members in groups]
+    rewards = [
+        np.array([0.0 if m.reward is None else m.reward for m in members], dtype=np.float64)
+        for members in groups
+    ]
+    advantages = batch_advantages(algorithm.advantage, rewards, valid)
+    return [
+        sample
+        for members, earned, votes in zip(groups, advantages, valid, strict=True)
+        for member, advantage, has_vote in zip(members, earned.tolist(), votes.tolist(), strict=True)
+        if has_vote
+        for sample in trajectory_samples(member, advantage)
+    ]
+
+
+def _is_valid(member: Trajectory) -> bool:
+    return member.outcome is None and member.reward is not None
+
+
+def _refuse_strangers(members: Group) -> None:
     group_ids = {member.group_id for member in members}
     if len(group_ids) > 1:
         raise RecordError(f"credit: members of several groups: {', '.join(sorted(group_ids))}")
-    valid = np.array(
-        [member.outcome is None and member.reward is not None for member in members], dtype=np.bool_
-    )
-    rewards = np.array([0.0 if m.reward is None else m.reward for m in members], dtype=np.float64)
-    advantages = group_advantages(rewards, valid, normalize_std=algorithm.normalize_std)
-    return [
-        sample
-        for member, advantage, votes in zip(members, advantages.tolist(), valid.tolist(), strict=True)
-        if votes
-        for sample in trajectory_samples(member, advantage)
-    ]

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,17 +20,19 @@ from torch import Tensor
 from sostenuto.errors import ConfigError, RecordError
 from sostenuto.records import Floats
 from sostenuto.trainer.aggregation import token_weights
+from sostenuto.trainer.algorithms import SFT, Algorithm
 from sostenuto.trainer.batching import MicroBatch, collate, plan
-from sostenuto.trainer.corrections import correct, known_rollout
 from sostenuto.trainer.logprobs import token_hits, token_logprobs
-from sostenuto.trainer.losses import clipped_policy, supervised
+from sostenuto.trainer.losses import supervised
 from sostenuto.trainer.model import Policy
+from sostenuto.trainer.objective import PolicyObjective
 from sostenuto.trainer.optimizer import Optimizer
 from sostenuto.trainer.reports import Exactness, StepReport
 from sostenuto.trainer.samples import Sample
-from sostenuto.trainer.settings import GRPO, SFT, Aggregation, LearnerSettings
+from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.trainer.tally import Tally
 from sostenuto.trainer.tensors import as_array, as_tensor, backpropagate, seed_everything
+from sostenuto.trainer.updates import minibatches, together
 from sostenuto.types import Version
 
 Objective = Callable[[MicroBatch, Tally], Tensor]
@@ -44,9 +46,17 @@ class Learner:
     """
 
     def __init__(
-        self, policy: Policy, settings: LearnerSettings, *, seed: int, version: Version | None
+        self,
+        policy: Policy,
+        settings: LearnerSettings,
+        *,
+        seed: int,
+        version: Version | None,
+        reference: Policy | None = None,
     ) -> None:
+        """`reference`: what a KL is measured from."""
         self.policy = policy
+        self.reference = reference
         self.settings = settings
         self.seed = seed
         self.version = version
@@ -69,20 +79,31 @@ class Learner:
             tally.add_logprobs(logprobs.detach(), unknown, unknown)
             return supervised(logprobs)
 
-        return self._step(samples, algorithm.aggregation, objective)
+        return self._step(samples, token_weights(samples, algorithm.aggregation), objective)
 
-    def learn(self, samples: list[Sample], algorithm: GRPO) -> StepReport:
-        """One policy step with clipping and correction."""
+    def learn(self, samples: list[Sample], algorithm: Algorithm) -> StepReport:
+        """As many optimizer steps as the method makes of a batch."""
         for sample in samples:
             sample.check_policy()
             self._refuse_future(sample)
         if self.settings.routing_replay and all(sample.experts is None for sample in samples):
             raise RecordError("routing_replay: no sample has experts; sample with routed_experts")
 
-        def objective(batch: MicroBatch, tally: Tally) -> Tensor:
-            return self._clipped(batch, algorithm, tally)
+        objective = PolicyObjective(self.policy, algorithm, self.reference)
 
-        return self._step(samples, algorithm.aggregation, objective)
+        def step(part: list[Sample]) -> StepReport:
+            weights = token_weights(part, algorithm.aggregation, algorithm.aggregation_tokens)
+            return self._step(part, weights, objective)
+
+        if algorithm.updates == 1:
+            return step(samples)
+        cut = minibatches(
+            self._as_they_start(samples, algorithm.temperature),
+            epochs=algorithm.epochs,
+            parts=algorithm.minibatches,
+            seed=self.seed + self.step,
+        )
+        return together([step(part) for part in cut] or [step(samples)])
 
     def exact(self, samples: list[Sample]) -> Exactness:
         """How many samples are copied without a mistake, teacher forced and greedy."""
@@ -96,11 +117,16 @@ class Learner:
             masked_tokens=sum(len(part) for part in hits),
         )
 
-    def logprobs(self, samples: list[Sample], temperature: float) -> list[Floats]:
+    def logprobs(
+        self, samples: list[Sample], temperature: float, *, of: Literal["policy", "reference"] = "policy"
+    ) -> list[Floats]:
         """(T,) for each sample: the masked tokens' log-probabilities, NaN elsewhere."""
         if not temperature > 0:
             raise ConfigError(f"logprobs: temperature {temperature} must be above zero")
-        found = self._scored(samples, lambda batch: token_logprobs(self.policy, batch, temperature))
+        model = self.policy if of == "policy" else self.reference
+        if model is None:
+            raise ConfigError(f"logprobs: there is no {of}; open the trainer with its folder")
+        found = self._scored(samples, lambda batch: token_logprobs(model, batch, temperature))
         out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
         for sample, whole, masked in zip(samples, out, found, strict=True):
             whole[sample.mask] = masked
@@ -116,22 +142,27 @@ class Learner:
         self.check_name(version)
         self.version = self.newest = version
 
-    def _clipped(self, batch: MicroBatch, algorithm: GRPO, tally: Tally) -> Tensor:
-        current = token_logprobs(self.policy, batch, algorithm.temperature)
-        behaviour = as_tensor(batch.behaviour)
-        rollout = known_rollout(current, as_tensor(batch.rollout), as_tensor(batch.fresh))
-        correction = correct(algorithm.correction, behaviour, rollout)
-        advantages = as_tensor(batch.advantages)
-        loss, clipped = clipped_policy(
-            current, correction.proximal, advantages, low=algorithm.clip_low, high=algorithm.clip_high
-        )
-        tally.add_logprobs(current.detach(), behaviour, rollout)
-        tally.add_flags(clipped, correction.truncated)
-        return correction.weights * loss
+    def _as_they_start(self, samples: list[Sample], temperature: float) -> list[Sample]:
+        """With the log-probabilities of now: the weights of now are gone after the first optimizer step."""
+        started = self.logprobs(samples, temperature)
+        return [
+            replace(
+                sample,
+                extras={**sample.extras, "start": now},
+                rollout_logprobs=now
+                if sample.rollout_logprobs is None and self._is_fresh(sample)
+                else sample.rollout_logprobs,
+            )
+            for sample, now in zip(samples, started, strict=True)
+        ]
 
-    def _step(self, samples: list[Sample], aggregation: Aggregation, objective: Objective) -> StepReport:
+    def _is_fresh(self, sample: Sample) -> bool:
+        """Whether exactly the present weights sampled it."""
+        return self.version is not None and sample.version == self.version
+
+    def _step(self, samples: list[Sample], weights: list[float], objective: Objective) -> StepReport:
         started_s, started_cpu_s = time.perf_counter(), time.process_time()
-        batches = self._batches(samples, token_weights(samples, aggregation))
+        batches = self._batches(samples, weights)
         rate, tally = self.optimizer.learning_rate, Tally()
         norm, refused = self._move(batches, objective, tally)
         if not refused:
@@ -166,7 +197,7 @@ class Learner:
     def _batches(self, samples: list[Sample], weights: list[float]) -> list[MicroBatch]:
         self._refuse_unknown_ids(samples)
         trained = [index for index, sample in enumerate(samples) if sample.masked_tokens]
-        fresh = [self.version is not None and sample.version == self.version for sample in samples]
+        fresh = [self._is_fresh(sample) for sample in samples]
         groups = plan([len(samples[index]) for index in trained], self.settings.microbatch_tokens)
         batches = [collate(samples, [trained[i] for i in group], weights, fresh) for group in groups]
         if self.settings.routing_replay:

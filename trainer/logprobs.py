@@ -37,14 +37,37 @@ def token_hits(policy: Policy, batch: MicroBatch) -> Tensor:
         return _in_chunks(policy, batch, hit)
 
 
+def pairs(
+    policy: Policy, other: Policy, batch: MicroBatch, compare: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """(M,) of `compare`, given logits (chunk, vocabulary) of both; those of `other` have no gradient."""
+    with torch.no_grad():
+        theirs = _features(other, batch)
+
+    def score(features: Tensor, others: Tensor) -> Tensor:
+        with torch.no_grad():
+            against = other.logits(others)
+        return compare(policy.logits(features), against)
+
+    return _by_chunk(policy, score, _features(policy, batch), theirs)
+
+
 def _in_chunks(policy: Policy, batch: MicroBatch, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    rows, columns = as_tensor(batch.rows), as_tensor(batch.columns)
-    targets = as_tensor(batch.targets)
+    return _by_chunk(policy, score, _features(policy, batch), as_tensor(batch.targets))
+
+
+def _features(policy: Policy, batch: MicroBatch) -> Tensor:
     # The last column predicts nothing that was recorded.
     experts = None if batch.experts is None else as_tensor(batch.experts[:, :-1])
-    features = policy.features(as_tensor(batch.token_ids[:, :-1]), rows, columns, experts=experts)
+    rows, columns = as_tensor(batch.rows), as_tensor(batch.columns)
+    return policy.features(as_tensor(batch.token_ids[:, :-1]), rows, columns, experts=experts)
+
+
+def _by_chunk(
+    policy: Policy, score: Callable[[Tensor, Tensor], Tensor], features: Tensor, beside: Tensor
+) -> Tensor:
     chunk = max(1, _CHUNK_BYTES // (4 * policy.tokenizer_size))
-    if len(targets) <= chunk:
-        return score(features, targets)
-    parts = zip(split(features, chunk), split(targets, chunk), strict=True)
+    if len(features) <= chunk:
+        return score(features, beside)
+    parts = zip(split(features, chunk), split(beside, chunk), strict=True)
     return torch.cat([recomputed(score, *part) for part in parts])

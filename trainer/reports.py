@@ -45,9 +45,13 @@ class StepReport:
     update_difference: float | None
     """Mean |log p trainer now - log p trainer under the weights that sampled|; None where unknown."""
     clip_share: float
-    """Tokens whose gradient the clip has stopped."""
+    """Tokens whose gradient the loss's bounds hold back."""
     truncated_share: float
     """Tokens whose importance weight met a bound."""
+    rejected_share: float
+    """Tokens that were left out because the engine sampled them too differently."""
+    kl: float | None
+    """Mean of the estimate of KL(policy || reference) in the loss; None without one."""
     samples: int
     micro_batches: int
     tokens: int

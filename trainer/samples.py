@@ -8,7 +8,8 @@
 Suffix T: tokens of one sequence, cut after its last masked token.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -35,10 +36,12 @@ class Sample:
     rollout_logprobs: Floats | None = None
     experts: Experts | None = None
     """Of its first tokens, where they were recorded."""
+    extras: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
+    """(T,) each, NaN where unknown.  start: the trainer's log-probabilities at the batch's beginning."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        arrays = (self.mask, self.logprobs, self.advantages, self.rollout_logprobs)
+        arrays = (self.mask, self.logprobs, self.advantages, self.rollout_logprobs, *self.extras.values())
         if any(array is not None and array.shape != (length,) for array in arrays):
             raise RecordError(f"sample {self.origin}: every array must have shape ({length},)")
         if self.experts is not None and (self.experts.ndim != 3 or len(self.experts) > length):

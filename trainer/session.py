@@ -4,16 +4,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
+from pydantic import TypeAdapter
+
 from sostenuto.errors import TrainerError
+from sostenuto.trainer.algorithms import SFT, Algorithm, AnyAlgorithm
 from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint, weight_bytes
 from sostenuto.trainer.drafter import Drafter, open_drafter
 from sostenuto.trainer.learner import Learner
-from sostenuto.trainer.model import load_policy
+from sostenuto.trainer.model import load_policy, load_reference
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.trainer.publication.sender import Sender, unique_tensors
 from sostenuto.trainer.reports import Exactness, StepReport, TrainerFacts
 from sostenuto.trainer.samples import Sample
-from sostenuto.trainer.settings import GRPO, SFT, LearnerSettings, Schedule
+from sostenuto.trainer.settings import LearnerSettings, Schedule
 from sostenuto.trainer.wire import (
     Close,
     Command,
@@ -30,6 +33,8 @@ from sostenuto.trainer.wire import (
 )
 
 Result = TrainerFacts | StepReport | Exactness | str | list[bytes] | bytes | None
+
+_ALGORITHM: TypeAdapter[Algorithm] = TypeAdapter(AnyAlgorithm)
 
 
 class Session:
@@ -74,7 +79,11 @@ class Session:
         policy = load_policy(self._source, settings.dtype, settings.quantization)
         # Before the learner, which seeds what is drawn at random.
         self._drafter = open_drafter(command.draft_directory, policy, settings)
-        self._learner = Learner(policy, settings, seed=command.seed, version=command.version)
+        folder = command.reference_directory
+        reference = None if folder is None else load_reference(Path(folder), policy, settings.dtype)
+        self._learner = Learner(
+            policy, settings, seed=command.seed, version=command.version, reference=reference
+        )
         self.close()
         directory = settings.publication_directory
         self._sender = Sender(Path(directory) if directory else None)
@@ -103,12 +112,13 @@ class Session:
                     learner.fit(samples, SFT.model_validate_json(command.algorithm)), samples, 1.0
                 )
             case Learn():
-                algorithm = GRPO.model_validate_json(command.algorithm)
+                algorithm = _ALGORITHM.validate_json(command.algorithm)
                 return self._drafted(learner.learn(samples, algorithm), samples, algorithm.temperature)
             case Exact():
                 return learner.exact(samples)
             case Logprobs():
-                return [array.tobytes() for array in learner.logprobs(samples, command.temperature)]
+                found = learner.logprobs(samples, command.temperature, of=command.of)
+                return [array.tobytes() for array in found]
 
     def _drafted(self, report: StepReport, samples: list[Sample], temperature: float) -> StepReport:
         """The draft model learns from the same tokens."""

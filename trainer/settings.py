@@ -1,14 +1,12 @@
 """What a user says about learning.  Frozen, checked once, passed in parts.
 
-`Learner` settings hold for a whole job; an algorithm (`GRPO`, `SFT`) is an argument of each step, so
-that a recipe may change from one to the other.
+`LearnerSettings` hold for a whole job; an algorithm (`algorithms`) is an argument of each step, so that a
+recipe may change from one to the other.
 """
 
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-Aggregation = Literal["token_mean", "sequence_mean"]
 
 
 class Section(BaseModel):
@@ -101,58 +99,3 @@ class LearnerSettings(Section):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas: each must be in [0, 1), not {self.betas}")
         return self
-
-
-class TIS(Section):
-    """Truncated importance sampling: weight exp(log p trainer - log p engine), clamped.
-
-    Both log-probabilities under the weights that sampled the token.
-    """
-
-    low: float = Field(default=0.0, ge=0)
-    high: float = Field(default=2.0, ge=1)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.low > 1:
-            raise ValueError(f"correction: low {self.low} is above 1, so equal engines would be reweighted")
-        return self
-
-
-class SFT(Section):
-    """Supervised fine-tuning: -log p of the masked tokens."""
-
-    aggregation: Aggregation = "token_mean"
-
-
-class GRPO(Section):
-    """Group-relative policy optimization with PPO clipping."""
-
-    group_size: int = Field(default=8, ge=2)
-    """Programs per task whose rewards are compared."""
-
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The ratio may fall to 1 - clip_low before a bad choice stops being pushed down."""
-
-    clip_high: float = Field(default=0.28, ge=0)
-    """The ratio may rise to 1 + clip_high before a good choice stops being pushed up."""
-
-    normalize_std: bool = True
-    """Divide by the group's population standard deviation."""
-
-    temperature: float = Field(default=1.0, gt=0)
-    """Of the distribution sampled from; the trainer scores under the same one."""
-
-    correction: TIS | None = TIS()
-    """Engine against trainer at equal weights, see trainer/corrections.py.  None: one ratio carries all."""
-
-    aggregation: Aggregation = "token_mean"
-    """Over the whole batch, however it is cut into micro-batches."""
-
-    zero_spread: Literal["skip", "replace", "keep"] = "skip"
-    """What becomes of a group with equal rewards, which teaches nothing.
-
-    skip: it takes its place in a batch and is dropped(no_signal) there, so a step costs the same whatever
-    the success.  replace: it is dropped as soon as it is complete and another group is sampled in its place.
-    keep: it is trained with advantages of exactly zero, and its tokens count in the loss's denominator.
-    """

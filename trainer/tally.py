@@ -38,6 +38,8 @@ class Tally:
         self.update = Mean()
         self.clipped = Mean()
         self.truncated = Mean()
+        self.rejected = Mean()
+        self.kl = Mean()
         self.largest: float | None = None
 
     def add_logprobs(self, current: Tensor, behaviour: Tensor, rollout: Tensor) -> None:
@@ -52,9 +54,10 @@ class Tally:
         if known.numel():
             self.largest = max(self.largest or 0.0, float(known.abs().max()))
 
-    def add_flags(self, clipped: Tensor, truncated: Tensor) -> None:
+    def add_flags(self, clipped: Tensor, truncated: Tensor, rejected: Tensor) -> None:
         self.clipped.add(clipped.double())
         self.truncated.add(truncated.double())
+        self.rejected.add(rejected.double())
 
     def report(  # noqa: PLR0913 - one keyword for each fact that is not summed here
         self,
@@ -83,6 +86,8 @@ class Tally:
             update_difference=self.update.value,
             clip_share=self.clipped.value or 0.0,
             truncated_share=self.truncated.value or 0.0,
+            rejected_share=self.rejected.value or 0.0,
+            kl=self.kl.value,
             samples=samples,
             micro_batches=micro_batches,
             tokens=tokens,

@@ -6,12 +6,12 @@ dropped.
 """
 
 import struct
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
 
-from sostenuto.records import Experts
+from sostenuto.records import Experts, Floats
 from sostenuto.trainer.samples import Sample
 from sostenuto.types import Version
 
@@ -31,6 +31,7 @@ class WireSample(msgspec.Struct, frozen=True):
     rollout_logprobs: bytes | None
     experts: tuple[tuple[int, int, int], bytes] | None = None
     """Shape and numbers."""
+    extras: dict[str, bytes] = msgspec.field(default_factory=dict[str, bytes])
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -41,6 +42,8 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     version: Version | None
     draft_directory: str | None = None
     """Of the engines' draft model."""
+    reference_directory: str | None = None
+    """Of the model that a KL is measured from."""
 
 
 class Fit(msgspec.Struct, frozen=True, tag=True):
@@ -52,7 +55,7 @@ class Fit(msgspec.Struct, frozen=True, tag=True):
 class Learn(msgspec.Struct, frozen=True, tag=True):
     samples: list[WireSample]
     algorithm: bytes
-    """GRPO as JSON."""
+    """AnyAlgorithm as JSON."""
 
 
 class Exact(msgspec.Struct, frozen=True, tag=True):
@@ -62,6 +65,7 @@ class Exact(msgspec.Struct, frozen=True, tag=True):
 class Logprobs(msgspec.Struct, frozen=True, tag=True):
     samples: list[WireSample]
     temperature: float
+    of: Literal["policy", "reference"] = "policy"
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
@@ -126,12 +130,13 @@ def sample_to_wire(sample: Sample) -> WireSample:
     return WireSample(
         token_ids=sample.token_ids.astype(np.int32, copy=False).tobytes(),
         mask=sample.mask.astype(np.bool_, copy=False).tobytes(),
-        logprobs=sample.logprobs.astype(np.float32, copy=False).tobytes(),
-        advantages=sample.advantages.astype(np.float32, copy=False).tobytes(),
+        logprobs=_bytes(sample.logprobs),
+        advantages=_bytes(sample.advantages),
         version=sample.version,
         origin=sample.origin,
-        rollout_logprobs=None if rollout is None else rollout.astype(np.float32, copy=False).tobytes(),
+        rollout_logprobs=None if rollout is None else _bytes(rollout),
         experts=None if sample.experts is None else _experts_to_wire(sample.experts),
+        extras={name: _bytes(known) for name, known in sample.extras.items()},
     )
 
 
@@ -146,7 +151,12 @@ def sample_from_wire(wire: WireSample) -> Sample:
         origin=wire.origin,
         rollout_logprobs=None if rollout is None else np.frombuffer(rollout, dtype=np.float32),
         experts=None if wire.experts is None else _experts_from_wire(*wire.experts),
+        extras={name: np.frombuffer(known, dtype=np.float32) for name, known in wire.extras.items()},
     )
+
+
+def _bytes(floats: Floats) -> bytes:
+    return floats.astype(np.float32, copy=False).tobytes()
 
 
 def _experts_to_wire(experts: Experts) -> tuple[tuple[int, int, int], bytes]:

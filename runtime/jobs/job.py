@@ -13,7 +13,8 @@ from sostenuto.envs.registry import environment_ref
 from sostenuto.envs.task import Draw, Tasks
 from sostenuto.errors import ConfigError
 from sostenuto.tools.wire import EnvironmentRef
-from sostenuto.trainer.settings import GRPO, LearnerSettings, Schedule
+from sostenuto.trainer.algorithms import GRPO, Algorithm
+from sostenuto.trainer.settings import LearnerSettings, Schedule
 from sostenuto.types import Limits, Truncation
 
 
@@ -45,6 +46,17 @@ class WarmStart:
                 raise ConfigError(f"warm_start: {name} is {getattr(self, name)}; give at least 1")
 
 
+def local_folder(given: str | Path, name: str) -> Path:
+    """ConfigError when it is not a folder on this machine; `name` says what it was given as."""
+    folder = Path(given)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{name}: {folder} is not a folder; give a local folder in Hugging Face form "
+            "(config.json, tokenizer.json, *.safetensors)"
+        )
+    return folder
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     env: type[Environment[Any]]
@@ -68,13 +80,7 @@ class _Job:
 
     def model_folder(self) -> Path:
         """ConfigError when the model is not a folder on this machine."""
-        folder = Path(self.model)
-        if not folder.is_dir():
-            raise ConfigError(
-                f"model: {folder} is not a folder; give a local folder in Hugging Face form "
-                "(config.json, tokenizer.json, *.safetensors)"
-            )
-        return folder
+        return local_folder(self.model, "model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +106,10 @@ class RLJob(_Job):
     tasks: Tasks[Any] | Sequence[BaseModel] | TaskSource
     """A sequence is drawn from in a new seeded order each epoch, without end."""
     steps: int
-    algorithm: GRPO = field(default_factory=GRPO)
+    algorithm: Algorithm = field(default_factory=GRPO)
     learner: LearnerSettings = field(default_factory=LearnerSettings)
+    reference: str | Path | None = None
+    """Folder of the model that `algorithm.kl` is measured from; None: the model as it begins."""
     warm_start: WarmStart | None = None
     groups_per_step: int = 8
     max_staleness: int = 1
@@ -122,6 +130,14 @@ class RLJob(_Job):
                 raise ConfigError(f"{name}: {getattr(self, name)}; give at least 1")
         if self.max_staleness < 0:
             raise ConfigError(f"max_staleness: {self.max_staleness}; give 0 or more")
+        if self.reference is not None and self.algorithm.kl is None:
+            raise ConfigError("reference: nothing is compared with it; give algorithm.kl, or leave it out")
+
+    def reference_folder(self) -> Path | None:
+        """None when nothing is compared with a reference.  ConfigError when it is no folder here."""
+        if self.algorithm.kl is None:
+            return None
+        return local_folder(self.model if self.reference is None else self.reference, "reference")
 
     def task_source(self) -> TaskSource:
         if isinstance(self.tasks, Tasks):

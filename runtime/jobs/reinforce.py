@@ -4,24 +4,18 @@ Generation and learning run side by side; with `max_staleness = 0` the same code
 no group may start while one is open, ready or being learnt from.
 """
 
-import random
-from dataclasses import replace
-
 import anyio
 
 from sostenuto.errors import lone_error
-from sostenuto.records import Trajectory
+from sostenuto.runtime.jobs.crediting import credited
 from sostenuto.runtime.jobs.diary import Diary, StepClock, step_trained
 from sostenuto.runtime.jobs.evaluate import Evaluation
 from sostenuto.runtime.jobs.events import JobResult, JobStarted, Saved
 from sostenuto.runtime.jobs.job import RLJob
-from sostenuto.runtime.jobs.seeds import seed_of
-from sostenuto.runtime.jobs.supply import Batch, GroupSupply
+from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.jobs.warm_start import warm_start
 from sostenuto.runtime.jobs.workshop import Premises, Say, Workshop, open_workshop
 from sostenuto.trainer.client import TrainerClient
-from sostenuto.trainer.credit import credit_group
-from sostenuto.trainer.samples import Sample
 from sostenuto.types import Version
 
 JOB_OVER = "job_over"
@@ -37,7 +31,14 @@ async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
         ):
             version = shop.dispatcher.version
             draft = premises.config.engine.draft_model
-            await trainer.open(folder, job.learner, seed=job.seed, version=version, draft=draft)
+            await trainer.open(
+                folder,
+                job.learner,
+                seed=job.seed,
+                version=version,
+                draft=draft,
+                reference=job.reference_folder(),
+            )
             say(JobStarted(job.name, str(folder), version, premises.isolation))
             if job.warm_start:
                 await warm_start(job, trainer, shop.renderer, say)
@@ -87,7 +88,8 @@ async def _step(
     batch = await supply.take()
     deployed = shop.dispatcher.version
     clock.taken(anyio.current_time())
-    report = await trainer.learn(_credit(job, batch, step), job.algorithm)
+    samples = await credited(job, [group.members for group in batch.groups], trainer, step)
+    report = await trainer.learn(samples, job.algorithm)
     supply.trained(batch, refused=report.refused)
     clock.learnt(anyio.current_time())
     clock.pause_s = await _publish(shop, trainer, step=step)
@@ -96,20 +98,6 @@ async def _step(
     told = step_trained(batch, report, clock, deployed, shop.dispatcher.version, step, job.steps)
     diary.step(told)
     say(told)
-
-
-def _credit(job: RLJob, batch: Batch, step: int) -> list[Sample]:
-    groups = [group.members for group in batch.groups]
-    if job.shuffle_rewards:
-        groups = _with_rewards_shuffled(groups, seed_of("shuffle", job.seed, step))
-    return [sample for members in groups for sample in credit_group(members, job.algorithm)]
-
-
-def _with_rewards_shuffled(groups: list[tuple[Trajectory, ...]], seed: int) -> list[tuple[Trajectory, ...]]:
-    rewards = [member.reward for members in groups for member in members]
-    random.Random(seed).shuffle(rewards)
-    drawn = iter(rewards)
-    return [tuple(replace(member, reward=next(drawn)) for member in members) for members in groups]
 
 
 async def _publish(shop: Workshop, trainer: TrainerClient, *, step: int) -> float:

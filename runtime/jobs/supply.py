@@ -72,7 +72,9 @@ class GroupSupply:
         self._deployed = deployed
         self._say = say
         self._environment = job.environment()
-        self._buffer = Buffer(zero_spread=job.algorithm.zero_spread)
+        self._buffer = Buffer(
+            zero_spread=job.algorithm.zero_spread, fewest=2 if job.algorithm.compares_group else 1
+        )
         self._pacing = Pacing(job.groups_per_step, job.max_staleness)
         self._ordinal = 0
         self._learning = 0

@@ -6,7 +6,8 @@ measured, never by time: a student that does not copy what a tool said cannot be
 
 from pydantic import Field
 
-from sostenuto.trainer.settings import GRPO, Schedule, Section
+from sostenuto.trainer.algorithms import GRPO
+from sostenuto.trainer.settings import Schedule, Section
 from sostenuto.types import Limits
 
 

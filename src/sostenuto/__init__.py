@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from sostenuto.tools.decorator import tool as tool
     from sostenuto.tools.remote.declared import HttpTool as HttpTool
     from sostenuto.tools.remote.declared import McpServer as McpServer
-    from sostenuto.trainer.settings import GRPO as GRPO
-    from sostenuto.trainer.settings import TIS as TIS
+    from sostenuto.trainer.algorithms import GRPO as GRPO
+    from sostenuto.trainer.parts import TIS as TIS
     from sostenuto.trainer.settings import LearnerSettings as LearnerSettings
     from sostenuto.trainer.settings import Schedule as Schedule
     from sostenuto.types import Episode as Episode
@@ -54,7 +54,7 @@ _HOME = {
     "EngineSettings": "runtime.config",
     "EvalJob": "runtime.jobs.job",
     "GatewaySettings": "runtime.config",
-    "GRPO": "trainer.settings",
+    "GRPO": "trainer.algorithms",
     "LearnerSettings": "trainer.settings",
     "HttpTool": "tools.remote.declared",
     "Limits": "types",
@@ -71,7 +71,7 @@ _HOME = {
     "SostenutoError": "errors",
     "Span": "records",
     "StopReason": "types",
-    "TIS": "trainer.settings",
+    "TIS": "trainer.parts",
     "Tasks": "envs.task",
     "ToolError": "errors",
     "ToolServerSettings": "runtime.config",

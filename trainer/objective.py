@@ -1,0 +1,69 @@
+"""The loss of a micro-batch, put together from the parts of a method."""
+
+from sostenuto.errors import ConfigError
+from sostenuto.trainer.algorithms import Algorithm
+from sostenuto.trainer.batching import MicroBatch
+from sostenuto.trainer.corrections import Corrected, correct, known_rollout
+from sostenuto.trainer.kl import kl_loss
+from sostenuto.trainer.logprobs import token_logprobs
+from sostenuto.trainer.losses import Terms, policy_loss
+from sostenuto.trainer.model import Policy
+from sostenuto.trainer.tally import Tally
+from sostenuto.trainer.tensors import Tensor, as_tensor
+
+
+class PolicyObjective:
+    """Per-token loss (M,) of a micro-batch."""
+
+    def __init__(self, policy: Policy, algorithm: Algorithm, reference: Policy | None) -> None:
+        """ConfigError when the method compares with a reference that is not there."""
+        if algorithm.kl is not None and reference is None:
+            raise ConfigError("kl: the trainer has no reference model; open it with the reference's folder")
+        self._policy = policy
+        self._algorithm = algorithm
+        self._reference = reference
+
+    def __call__(self, batch: MicroBatch, tally: Tally) -> Tensor:
+        algorithm = self._algorithm
+        current = token_logprobs(self._policy, batch, algorithm.temperature)
+        sequences = as_tensor(batch.sequences)
+        corrected = self._corrected(batch, current, sequences, tally)
+        terms = Terms(current, corrected.proximal, as_tensor(batch.advantages), sequences)
+        loss, held_back = policy_loss(algorithm.loss, terms)
+        tally.add_flags(held_back, corrected.truncated, corrected.rejected)
+        return corrected.weights * (loss + self._distance(batch, current, corrected, tally))
+
+    def _corrected(self, batch: MicroBatch, current: Tensor, sequences: Tensor, tally: Tally) -> Corrected:
+        behaviour = as_tensor(batch.behaviour)
+        rollout = known_rollout(current, as_tensor(batch.rollout), as_tensor(batch.fresh))
+        tally.add_logprobs(current.detach(), behaviour, rollout)
+        proximal = rollout
+        if self._algorithm.proximal == "current":
+            started = batch.extra("start")
+            # One optimizer step to a batch: the weights of its beginning are those of now.
+            proximal = current.detach() if started is None else as_tensor(started)
+        return correct(
+            self._algorithm.correction,
+            behaviour,
+            proximal,
+            sequences=sequences,
+            rejection=self._algorithm.rejection,
+        )
+
+    def _distance(
+        self, batch: MicroBatch, current: Tensor, corrected: Corrected, tally: Tally
+    ) -> Tensor | float:
+        kl, reference = self._algorithm.kl, self._reference
+        if kl is None or reference is None or kl.place == "reward":
+            return 0.0
+        distance = kl_loss(
+            kl,
+            self._policy,
+            reference,
+            batch,
+            current=current,
+            proximal=corrected.proximal,
+            temperature=self._algorithm.temperature,
+        )
+        tally.kl.add(distance.detach())
+        return kl.coefficient * distance

@@ -1,0 +1,220 @@
+"""The parts that methods are made of, as a user sets them; `algorithms` puts them together."""
+
+from collections.abc import Mapping
+from typing import Literal, Self, cast, get_args
+
+from pydantic import BaseModel, Field, model_validator
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
+Level = Literal["token", "sequence", "geometric"]
+"""What a ratio is of: one token; all of a sequence, as their product or as its geometric mean."""
+
+
+class Part(BaseModel, frozen=True, extra="forbid"):
+    pass
+
+
+def part_of(choices: object, given: Mapping[str, object], default: object) -> Part:
+    """The one of `choices` (a union) that a table describes: what it leaves out is as in `default`.
+
+    ValueError for a kind that is none of them, ValidationError as the part says.
+    """
+    kinds = {str(choice.model_fields["kind"].default): choice for choice in _parts(choices)}
+    usual = cast("dict[str, object]", default.model_dump()) if isinstance(default, Part) else {}
+    kind = str(given.get("kind", usual.get("kind", "")))
+    if kind not in kinds:
+        raise ValueError(f"kind: {kind!r} is none of {', '.join(kinds)}")
+    return kinds[kind].model_validate({**(usual if usual.get("kind") == kind else {}), **given})
+
+
+def _parts(choices: object) -> list[type[Part]]:
+    return [one for one in get_args(choices) if isinstance(one, type) and issubclass(one, Part)]
+
+
+# ---- advantages ----
+
+
+class GroupRelative(Part, frozen=True):
+    """The reward against the mean of its group (GRPO, arXiv 2402.03300)."""
+
+    kind: Literal["group_relative"] = "group_relative"
+
+    normalize_std: bool = True
+    """Divide by the group's population standard deviation.  Dr.GRPO (arXiv 2503.20783) does not."""
+
+
+class LeaveOneOut(Part, frozen=True):
+    """The reward against the mean of the others of its group (RLOO, arXiv 2402.14740)."""
+
+    kind: Literal["leave_one_out"] = "leave_one_out"
+
+
+class BatchNormalized(Part, frozen=True):
+    """The reward against the mean of the batch, over its deviation (REINFORCE++, arXiv 2501.03262)."""
+
+    kind: Literal["batch_normalized"] = "batch_normalized"
+
+    baseline: Literal["none", "group"] = "none"
+    """group: the group's mean is subtracted first, and the batch's deviation divides."""
+
+
+class Return(Part, frozen=True):
+    """The reward itself, less a number that is always the same."""
+
+    kind: Literal["return"] = "return"
+
+    baseline: float = 0.0
+
+
+Advantage = GroupRelative | LeaveOneOut | BatchNormalized | Return
+
+
+# ---- losses ----
+
+
+class PolicyGradient(Part, frozen=True):
+    """-A log p."""
+
+    kind: Literal["policy_gradient"] = "policy_gradient"
+
+
+class PPOClip(Part, frozen=True):
+    """-min(r A, clip(r) A), arXiv 1707.06347, with two bounds of their own (DAPO, arXiv 2503.14476)."""
+
+    kind: Literal["ppo_clip"] = "ppo_clip"
+
+    low: float = Field(default=0.2, ge=0, lt=1)
+    """The ratio may fall to 1 - low before a bad choice stops being pushed down."""
+
+    high: float = Field(default=0.28, ge=0)
+    """The ratio may rise to 1 + high before a good choice stops being pushed up."""
+
+    dual: float | None = Field(default=None, gt=1)
+    """The loss of a bad choice is at most so many times its advantage (arXiv 1912.09729); None: no bound."""
+
+
+class GSPOClip(Part, frozen=True):
+    """PPO's clip of one ratio for each sequence: exp of the mean log ratio (GSPO, arXiv 2507.18071)."""
+
+    kind: Literal["gspo_clip"] = "gspo_clip"
+
+    low: float = Field(default=3e-4, ge=0, lt=1)
+    high: float = Field(default=4e-4, ge=0)
+
+
+class CISPOWeight(Part, frozen=True):
+    """-clip(r) A log p, no gradient through the clipped ratio (MiniMax-M1, arXiv 2506.13585)."""
+
+    kind: Literal["cispo"] = "cispo"
+
+    low: float = Field(default=1.0, ge=0, le=1)
+    """1: the weight has no lower bound."""
+
+    high: float = Field(default=0.28, ge=0)
+
+
+class SAPOGate(Part, frozen=True):
+    """-(4 / t) sigmoid(t (r - 1)) A: a gate that closes softly, arXiv 2511.20347."""
+
+    kind: Literal["sapo"] = "sapo"
+
+    positive: float = Field(default=1.0, gt=0)
+    """t of good choices."""
+
+    negative: float = Field(default=1.05, gt=0)
+    """t of bad ones; more closes sooner."""
+
+
+PolicyLoss = PolicyGradient | PPOClip | GSPOClip | CISPOWeight | SAPOGate
+
+
+# ---- corrections ----
+
+
+class TIS(Part, frozen=True):
+    """Truncated importance sampling: weight exp(log p proximal - log p engine), clamped."""
+
+    kind: Literal["tis"] = "tis"
+
+    low: float = Field(default=0.0, ge=0)
+    high: float = Field(default=2.0, ge=1)
+    level: Level = "token"
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low > 1:
+            raise ValueError(f"correction: low {self.low} is above 1, so equal engines would be reweighted")
+        return self
+
+
+class IcePop(Part, frozen=True):
+    """The same weight, and 0 where it is out of bounds."""
+
+    kind: Literal["icepop"] = "icepop"
+
+    low: float = Field(default=0.5, ge=0, le=1)
+    high: float = Field(default=5.0, ge=1)
+    level: Level = "token"
+
+
+Correction = TIS | IcePop
+
+
+class Rejection(Part, frozen=True):
+    """Leave out what the engine sampled too differently; the loss's denominator still counts it.
+
+    By an estimate of KL(engine || proximal) from d = log p proximal - log p engine: k1 = -d, k2 = d^2 / 2,
+    k3 = exp(d) - 1 - d.
+    """
+
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+    low: float | None = None
+    """Of k1 alone, which may be negative; None: no bound."""
+
+    high: float = Field(gt=0)
+
+    level: Literal["token", "sequence"] = "sequence"
+    """sequence: by the mean over its tokens, and all of it goes; of k1 that is the geometric mean's log."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low is not None and self.low > 0:
+            raise ValueError(f"rejection: low {self.low} is above 0, so equal engines would be rejected")
+        return self
+
+
+# ---- the distance to a reference ----
+
+
+class KL(Part, frozen=True):
+    """A price on the distance from a reference model, which is loaded beside the policy."""
+
+    coefficient: float = Field(gt=0)
+
+    estimator: Literal["k1", "k2", "k3", "exact"] = "k2"
+    """From d = log p policy - log p reference at the sampled token: k1 = d, k2 = d^2 / 2,
+    k3 = exp(-d) - 1 + d; or over the vocabulary.
+
+    In the loss k2 has the gradient of the KL on the policy's own samples, k1 is weighed by the ratio to
+    have it; k3 has another gradient and is for rewards alone.
+    """
+
+    place: Literal["loss", "reward"] = "loss"
+    """reward: its sum over the trained tokens is taken off the trajectory's reward."""
+
+    top_k: int | None = Field(default=None, ge=1)
+    """exact: over the policy's k likeliest tokens and the rest as one; None: over all."""
+
+    @model_validator(mode="after")
+    def _fits_its_place(self) -> Self:
+        if self.place == "reward" and self.estimator == "exact":
+            raise ValueError('kl: exact is for place = "loss"; in a reward take k1, k2 or k3')
+        if self.place == "loss" and self.estimator == "k3":
+            raise ValueError(
+                "kl: k3 as a loss does not have the gradient of the KL; take k2, k1 or exact, "
+                'or place = "reward"'
+            )
+        if self.top_k is not None and self.estimator != "exact":
+            raise ValueError(f'kl: top_k is for estimator = "exact", not {self.estimator!r}')
+        return self
