@@ -7,17 +7,18 @@ Invariants:
   runtime left open have failed.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from sostenuto.envs.environment import Environment
 from sostenuto.errors import ConfigError, SostenutoError
 from sostenuto.runtime.config import EngineEntry, RuntimeConfig
 from sostenuto.runtime.control import serve_control
@@ -25,14 +26,18 @@ from sostenuto.runtime.engine_pool import EnginePool
 from sostenuto.runtime.engine_view import EngineView
 from sostenuto.runtime.engines.client import Tap
 from sostenuto.runtime.gateway.opening import OpenGateway
+from sostenuto.runtime.given_weights import GivenTensors
 from sostenuto.runtime.jobs.assess import assess
 from sostenuto.runtime.jobs.events import JobEvent, JobFailed, JobResult, as_json
-from sostenuto.runtime.jobs.job import EvalJob, RLJob
+from sostenuto.runtime.jobs.group import Group
+from sostenuto.runtime.jobs.job import EvalJob, RLJob, RolloutJob
 from sostenuto.runtime.jobs.reinforce import reinforce
 from sostenuto.runtime.jobs.serve import ServeJob, serving
+from sostenuto.runtime.jobs.stream import Desk, GroupStream, rollout_job
 from sostenuto.runtime.jobs.workshop import Premises, Say
 from sostenuto.runtime.journal import FactStated, Journal, ProgramEnded, open_journal, read_journal
 from sostenuto.runtime.ledger import Ledger, LedgerStatistics
+from sostenuto.runtime.publishing import Publication
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.run_directory import LOST, RunDirectory, hold
 from sostenuto.runtime.tools_opened import open_tools
@@ -40,7 +45,7 @@ from sostenuto.types import Version
 
 _EPOCH = "epoch"
 
-J = TypeVar("J", bound=RLJob | EvalJob | ServeJob)
+J = TypeVar("J", bound=RLJob | EvalJob | ServeJob | RolloutJob)
 
 
 class JobCancelled(SostenutoError):  # noqa: N818 - reads as the fact it states
@@ -122,6 +127,8 @@ class Runtime:
         self.config = config or RuntimeConfig()
         self._tap = tap
         self._names: set[str] = set()
+        self._desk: Desk | None = None
+        """Of the last rollouts for a trainer of the user's."""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -160,6 +167,47 @@ class Runtime:
 
         self._group.start_soon(handle.run, work, say)
         return handle
+
+    def rollouts(self, env: type[Environment[Any]] | RolloutJob, **job: Any) -> GroupStream:  # noqa: ANN401
+        """Groups of finished programs for a trainer of your own, until the loop over them is left.
+
+        `job`: what `RolloutJob` has beside the environment.  ConfigError at once when it cannot run; another
+        one of this runtime has to be over first.  `publish` is the way back for your weights.
+        """
+        given = env if isinstance(env, RolloutJob) and not job else rollout_job(env, job)
+        given.environment()
+        given.model_folder()
+        return GroupStream(Desk(given), self._start_rollouts)
+
+    async def publish(self, weights: GivenTensors, *, trained: Iterable[Group] | None = None) -> Publication:
+        """Bring the weights that were learnt from `rollouts` to every engine, and open them as a version.
+
+        `weights`: a folder with *.safetensors, or tensors by the names of the model's state dict, which must
+        not change meanwhile.  `trained`: the groups that they were learnt from; None: all that were handed
+        out and have no outcome.  Programs that run go on and are sampled under the new version from then.
+        ConfigError for weights that are not the model's, and nothing has changed.
+        """
+        if self._desk is None:
+            raise ConfigError("publish: there are no rollouts; take groups from runtime.rollouts first")
+        return await self._desk.publish(weights, trained)
+
+    async def _start_rollouts(self, desk: Desk) -> None:
+        while self._desk is not None and not self._desk.over.is_set():
+            if not self._desk.closing.is_set():
+                raise ConfigError(
+                    f"rollouts: those of job {self._desk.job.name!r} are open, and `publish` is theirs; "
+                    "leave their loop or close them first, or use a runtime for each"
+                )
+            await self._desk.over.wait()
+        desk.job = self._named(desk.job)
+        self._desk = desk
+        handle = JobHandle(desk.job.name)
+        say = self._logged(handle)
+
+        async def work() -> JobResult:
+            return await desk.run(self._premises, say)
+
+        self._group.start_soon(handle.run, work, say)
 
     @asynccontextmanager
     async def serve(self, job: ServeJob) -> AsyncGenerator[OpenGateway]:

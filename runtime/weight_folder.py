@@ -47,6 +47,19 @@ def publication_of(folder: Path, place: Path, version: Version) -> Manifest:
     return Manifest(version=str(version), path=str(path), nbytes=nbytes, tensors=tuple(entries))
 
 
+def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors of a folder, by name.  ConfigError for a file that is broken."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as source:
+            if file.stat().st_size < 8:
+                raise _broken(file, "it is too short")
+            with mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                _, tensors = _header(file, mapped)
+        shapes |= {name: tuple(about["shape"]) for name, about in tensors.items()}
+    return shapes
+
+
 def _add(file: Path, target: IO[bytes], entries: list[TensorEntry]) -> None:
     """Copy the tensors of one file, each to a multiple of the alignment."""
     with file.open("rb") as source:

@@ -15,6 +15,7 @@ from sostenuto.errors import SostenutoError, lone_error
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.jobs.events import Dropped, JobEvent, NoSignal, Stalled
 from sostenuto.runtime.jobs.job import RLJob
+from sostenuto.runtime.jobs.plan import plan_of
 from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.journal import Journal
 from sostenuto.runtime.ledger import Ledger
@@ -83,7 +84,7 @@ class Course:
                 await self._train(dispatcher, rollouts)
 
     async def _train(self, dispatcher: Dispatcher, rollouts: Rollouts) -> None:
-        supply = GroupSupply(self.job, rollouts, lambda: dispatcher.version, self.said.append)
+        supply = GroupSupply(plan_of(self.job), rollouts, lambda: dispatcher.version, self.said.append)
         async with anyio.create_task_group() as generation:
             generation.start_soon(supply.generate)
             for _ in range(self.job.steps):
@@ -91,7 +92,7 @@ class Course:
                 deployed = dispatcher.version
                 self.staleness += [member.staleness(deployed) for member in batch.members]
                 await anyio.sleep(self.learn_s)
-                supply.trained(batch)
+                supply.trained(batch.groups)
                 manifest = Manifest(version=str(deployed.next()), path="/none", nbytes=0, tensors=())
                 await dispatcher.publish(manifest)
                 supply.deployed()

@@ -147,12 +147,17 @@ class Buffer:
         completed = self._complete(trajectory.group_id) if len(group.ended) == len(group.members) else ()
         return ((fault,) if fault else ()) + completed
 
-    def take(self, groups: int, deployed: Version, max_staleness: int) -> Taken:
+    def take(
+        self, groups: int, deployed: Version, max_staleness: int, *, per_version: int = 0, used: int = 0
+    ) -> Taken:
         """A batch of `groups` groups, the oldest versions first, all within the bound under `deployed`.
 
         Groups that are too stale or of another lineage leave the buffer, batch or not.  There is no batch
         that would leave groups behind, running or ready, which later batches could not all use in time.
+        `per_version`: groups that raise the version by one, where that is not the batch; `used` of them
+        were taken since the last one.
         """
+        pace = _Pace(per_version or groups, used + groups, deployed, max_staleness)
         dropped: list[Dropped] = []
         usable: list[ReadyGroup] = []
         for group in self._ready:
@@ -161,7 +166,7 @@ class Buffer:
             if not fault:
                 usable.append(group)
         usable.sort(key=lambda group: (group.oldest_version, group.arrived))
-        enough = len(usable) >= groups and not self._should_wait(usable, groups, deployed, max_staleness)
+        enough = len(usable) >= groups and not self._should_wait(usable, groups, pace)
         self._ready = usable[groups:] if enough else usable
         batch = usable[:groups] if enough else []
         skipped = [group for group in batch if self._zero_spread == "skip" and not group.has_signal]
@@ -180,14 +185,12 @@ class Buffer:
         self._drained = reason
         return tuple(dropped)
 
-    def _should_wait(
-        self, usable: list[ReadyGroup], groups: int, deployed: Version, max_staleness: int
-    ) -> bool:
+    def _should_wait(self, usable: list[ReadyGroup], groups: int, pace: "_Pace") -> bool:
         """Whether a group that runs is more urgent than one of the batch, and would come too late."""
         running = [group.started for group in self._open.values()]
         left = [group.oldest_version for group in usable[groups:]] + running
         overtakes = any(started < usable[groups - 1].oldest_version for started in running)
-        return overtakes and not _in_time(left, groups, deployed, max_staleness)
+        return overtakes and not pace.in_time(left)
 
     def _expecting(self, trajectory: Trajectory) -> _OpenGroup:
         group = self._open.get(trajectory.group_id)
@@ -225,12 +228,25 @@ class Buffer:
         return version.epoch < deployed.epoch and version.number <= self._ancestors.get(version.epoch, -1)
 
 
-def _in_time(left: list[Version], groups: int, deployed: Version, max_staleness: int) -> bool:
-    """Whether batches of `groups`, the most urgent first, can use all that this one leaves."""
-    # How many versions each may still wait; one that is too old already is past help.
-    may_wait = sorted(max_staleness - deployed.number + v.number for v in left if v.epoch == deployed.epoch)
-    urgent = [versions for versions in may_wait if versions >= 0]
-    return all(versions > place // groups for place, versions in enumerate(urgent))
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """How fast the version rises with what is taken."""
+
+    per_version: int
+    taken: int
+    """Since `deployed` opened, this batch included."""
+    deployed: Version
+    max_staleness: int
+
+    def in_time(self, left: list[Version]) -> bool:
+        """Whether what comes next, the most urgent first, can use all that this batch leaves."""
+        # How many versions each may still wait; one that is too old already is past help.
+        newest = self.max_staleness - self.deployed.number
+        may_wait = sorted(newest + v.number for v in left if v.epoch == self.deployed.epoch)
+        urgent = [versions for versions in may_wait if versions >= 0]
+        return all(
+            versions >= (self.taken + place) // self.per_version for place, versions in enumerate(urgent)
+        )
 
 
 def _trainable(group: _OpenGroup) -> tuple[Trajectory, ...]:

@@ -80,6 +80,21 @@ class StepTrained:
 
 
 @dataclass(frozen=True, slots=True)
+class Published:
+    """A trainer that is not ours has published; what it says it has learnt from since the last time."""
+
+    step: int
+    version: Version
+    groups: int
+    reward: float | None
+    """Mean over the groups' programs; None without any, like the next two."""
+    staleness_mean: float | None
+    staleness_max: int | None
+    pause_s: float
+    """Decoding stood still for the swap."""
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """Finished programs that will not be trained."""
 
@@ -165,6 +180,7 @@ JobEvent = (
     | WarmStartChecked
     | Evaluated
     | StepTrained
+    | Published
     | Dropped
     | NoSignal
     | Quarantined

@@ -140,8 +140,46 @@ class RLJob(_Job):
         return local_folder(self.model if self.reference is None else self.reference, "reference")
 
     def task_source(self) -> TaskSource:
-        if isinstance(self.tasks, Tasks):
-            return self.tasks.stream(seed=self.seed)
-        if isinstance(self.tasks, Sequence):
-            return Tasks(self.tasks).stream(seed=self.seed)
-        return self.tasks
+        return _source_of(self.tasks, self.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutJob(_Job):
+    """Sample groups of programs for a trainer that is not ours."""
+
+    tasks: Tasks[Any] | Sequence[BaseModel] | TaskSource
+    """A sequence is drawn from in a new seeded order each epoch, without end; `Tasks.stream` can have one."""
+    name: str = "rollouts"
+    group_size: int = 8
+    """Programs on one task."""
+    groups_per_step: int = 8
+    """Groups that you learn from between two publications."""
+    max_staleness: int = 1
+    """Versions that a group may lag behind when you get it; 0: generation waits for your publication."""
+    temperature: float = 1.0
+    zero_spread: Literal["keep", "replace"] = "keep"
+    """What becomes of a group with equal rewards: you get it, or it is dropped and another one is sampled."""
+    kv_at_update: Literal["recompute", "keep"] = "recompute"
+    """What new weights do to KV of the old ones: compute it anew, or go on with it."""
+    routed_experts: bool = False
+    """Record which experts of a mixture-of-experts model each token was routed to."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("group_size", 1), ("groups_per_step", 1), ("max_staleness", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: {getattr(self, name)}; give at least {least}")
+        if self.temperature <= 0:
+            raise ConfigError(f"temperature: {self.temperature}; give more than 0, training needs chance")
+        if self.zero_spread == "replace" and self.group_size == 1:
+            raise ConfigError("zero_spread: 'replace' and group_size 1; one reward has no spread, use 'keep'")
+
+    def task_source(self) -> TaskSource:
+        return _source_of(self.tasks, self.seed)
+
+
+def _source_of(tasks: Tasks[Any] | Sequence[BaseModel] | TaskSource, seed: int) -> TaskSource:
+    if isinstance(tasks, Tasks):
+        return tasks.stream(seed=seed)
+    if isinstance(tasks, Sequence):
+        return Tasks(tasks).stream(seed=seed)
+    return tasks

@@ -12,6 +12,7 @@ from sostenuto.runtime.jobs.diary import Diary, StepClock, step_trained
 from sostenuto.runtime.jobs.evaluate import Evaluation
 from sostenuto.runtime.jobs.events import JobResult, JobStarted, Saved
 from sostenuto.runtime.jobs.job import RLJob
+from sostenuto.runtime.jobs.plan import plan_of
 from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.jobs.warm_start import warm_start
 from sostenuto.runtime.jobs.workshop import Premises, Say, Workshop, open_workshop
@@ -56,7 +57,7 @@ async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
 
 
 async def _train(job: RLJob, shop: Workshop, trainer: TrainerClient, diary: Diary, say: Say) -> None:
-    supply = GroupSupply(job, shop.rollouts, lambda: shop.dispatcher.version, say)
+    supply = GroupSupply(plan_of(job), shop.rollouts, lambda: shop.dispatcher.version, say)
     try:
         async with anyio.create_task_group() as generation:
             generation.start_soon(supply.generate)
@@ -90,7 +91,7 @@ async def _step(
     clock.taken(anyio.current_time())
     samples = await credited(job, [group.members for group in batch.groups], trainer, step)
     report = await trainer.learn(samples, job.algorithm)
-    supply.trained(batch, refused=report.refused)
+    supply.trained(batch.groups, refused=report.refused)
     clock.learnt(anyio.current_time())
     clock.pause_s = await _publish(shop, trainer, step=step)
     supply.deployed()

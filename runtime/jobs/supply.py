@@ -7,7 +7,7 @@ Invariants:
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,11 @@ from sostenuto.envs.task import Draw
 from sostenuto.errors import ConfigError, SostenutoError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.jobs.events import Dropped, JobEvent, NoSignal, Quarantined, Stalled
-from sostenuto.runtime.jobs.job import RLJob
+from sostenuto.runtime.jobs.plan import Plan
 from sostenuto.runtime.jobs.seeds import seed_of
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.rollouts import Rollouts
-from sostenuto.trainer.buffer import Buffer, ReadyGroup
+from sostenuto.trainer.buffer import Buffer, ReadyGroup, Taken
 from sostenuto.trainer.buffer import Dropped as DroppedProgram
 from sostenuto.trainer.pacing import Pacing
 from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId, Purpose, Version
@@ -57,31 +57,29 @@ class Batch:
 
 
 class GroupSupply:
-    """Between the programs and the trainer of one job.  `generate` runs beside the one who `take`s."""
+    """Between the programs and the trainer of one job.  `generate` runs beside the one who takes."""
 
     def __init__(
         self,
-        job: RLJob,
+        plan: Plan,
         rollouts: Rollouts,
         deployed: Callable[[], Version],
         say: Callable[[JobEvent], None],
     ) -> None:
-        self._job = job
-        self._source = job.task_source()
+        self._plan = plan
         self._rollouts = rollouts
         self._deployed = deployed
         self._say = say
-        self._environment = job.environment()
-        self._buffer = Buffer(
-            zero_spread=job.algorithm.zero_spread, fewest=2 if job.algorithm.compares_group else 1
-        )
-        self._pacing = Pacing(job.groups_per_step, job.max_staleness)
+        self._buffer = Buffer(zero_spread=plan.zero_spread, fewest=plan.fewest)
+        self._pacing = Pacing(plan.groups_per_step, plan.max_staleness)
         self._ordinal = 0
         self._learning = 0
-        self._in_hand: tuple[ReadyGroup, ...] = ()
+        """Groups whose place is taken until the next version opens."""
+        self._in_hand: dict[GroupId, ReadyGroup] = {}
         """Taken, and without an outcome yet."""
-        self._steps = 0
-        """Batches that were taken to learn from."""
+        self._used = 0
+        """Groups that were taken, those that were skipped in a batch with others included."""
+        self._broken: SostenutoError | None = None
         self._exhausted = False
         self._lost = _Lost()
         self._quarantined = set[str]()
@@ -98,51 +96,107 @@ class GroupSupply:
     async def take(self) -> Batch:
         """The next batch with something to learn from; waits for it.  Raises when it can never come."""
         while True:
-            taken = self._buffer.take(self._job.groups_per_step, self._deployed(), self._job.max_staleness)
-            self._drop(taken.dropped)
+            taken = self._take(self._plan.groups_per_step)
             if taken.batch:
                 # The whole batch raises the version by one, also where some of it is skipped.
-                self._learning = self._job.groups_per_step
-                self._in_hand = taken.batch
-                self._steps += 1
+                self._hand_out(taken, places=self._plan.groups_per_step)
                 return Batch(taken.batch, taken.skipped)
             if taken.skipped:
                 self._say(_no_signal(taken.skipped))
                 self._notify()
                 continue
-            self._refuse_to_wait_for_ever()
-            with anyio.move_on_after(_STALL_S) as waiting:
-                await self._change()
-            if waiting.cancelled_caught:
-                self._say(Stalled(_STALL_S, tuple(self._waited_for())))
+            if self._is_over:
+                raise TasksExhausted(
+                    f"the tasks are used up after {self._ordinal} draws, {self._buffer.ready_groups} of "
+                    f"{self._plan.groups_per_step} groups are ready for a batch; "
+                    "give more tasks, more epochs or fewer steps"
+                )
+            await self._wait()
 
-    def trained(self, batch: Batch, *, refused: str = "") -> None:
-        """The batch's one outcome: trained, or dropped because the step was refused."""
-        self._in_hand = ()
+    async def next_group(self) -> ReadyGroup | None:
+        """The next group alone, of a plan that skips none; None when the tasks are used up."""
+        while True:
+            taken = self._take(1)
+            if taken.batch:
+                self._hand_out(taken, places=1)
+                return taken.batch[0]
+            if self._is_over:
+                return None
+            await self._wait()
+
+    def trained(self, groups: Iterable[ReadyGroup], *, refused: str = "") -> None:
+        """The groups' one outcome: trained, or dropped because the step was refused."""
         outcome = Outcome(OutcomeKind.DROPPED, "step_refused") if refused else TRAINED
-        for group in batch.groups:
+        for group in groups:
+            del self._in_hand[group.group_id]
             for member in group.members:
                 self._rollouts.end(member.program_id, outcome)
 
+    def dropped(self, group: ReadyGroup, reason: str, detail: str = "") -> None:
+        """A group that was handed out is not learnt from, and leaves its place to another."""
+        del self._in_hand[group.group_id]
+        self._learning -= 1
+        self._drop(group.drop(reason, detail))
+        self._notify()
+
+    @property
+    def in_hand(self) -> tuple[ReadyGroup, ...]:
+        """Groups that were handed out, and have no outcome yet."""
+        return tuple(self._in_hand.values())
+
     def deployed(self) -> None:
-        """The version that was learnt from the last batch is open: there may be room now."""
-        self._learning = 0
+        """A version is open that was learnt from all that has its outcome: there may be room now."""
+        self._learning = len(self._in_hand)
         self._notify()
 
     def close(self, reason: str) -> None:
-        """Drop what is here, what still arrives, and the batch that a step did not come to the end of."""
-        in_hand, self._in_hand = self._in_hand, ()
+        """Drop what is here, what still arrives, and what was handed out and did not come to its end."""
+        in_hand, self._in_hand = self._in_hand, {}
         self._drop(self._buffer.drain(reason))
-        self._drop(tuple(drop for group in in_hand for drop in group.drop(reason)))
+        self._drop(tuple(drop for group in in_hand.values() for drop in group.drop(reason)))
+
+    def broken(self, error: SostenutoError) -> None:
+        """Nothing will come any more: whoever waits is told."""
+        self._broken = error
+        self._notify()
+
+    # ---- handing out ----
+
+    def _take(self, groups: int) -> Taken:
+        if self._broken is not None:
+            raise self._broken
+        taken = self._buffer.take(
+            groups,
+            self._deployed(),
+            self._plan.max_staleness,
+            per_version=self._plan.groups_per_step,
+            used=self._learning,
+        )
+        self._drop(taken.dropped)
+        return taken
+
+    def _hand_out(self, taken: Taken, *, places: int) -> None:
+        self._learning += places
+        self._used += places
+        self._in_hand |= {group.group_id: group for group in taken.batch}
+        self._notify()
+
+    async def _wait(self) -> None:
+        self._refuse_to_wait_for_ever()
+        with anyio.move_on_after(_STALL_S) as waiting:
+            await self._change()
+        if waiting.cancelled_caught:
+            self._say(Stalled(_STALL_S, tuple(self._waited_for())))
 
     # ---- generating ----
 
     def _room(self) -> int:
         """Groups that may start now, and that the rest of the job can still use."""
         open_groups, ready = self._buffer.open_groups, self._buffer.ready_groups
-        wanted = (self._job.steps - self._steps) * self._job.groups_per_step - open_groups - ready
         room = self._pacing.room(open_groups=open_groups, ready_groups=ready, learning_groups=self._learning)
-        return max(0, min(room, wanted))
+        if self._plan.groups is not None:
+            room = min(room, self._plan.groups - self._used - open_groups - ready)
+        return max(0, room)
 
     def _open_next(self, running: TaskGroup) -> None:
         draw = self._draw()
@@ -150,9 +204,9 @@ class GroupSupply:
             self._exhausted = True
             self._notify()
             return
-        group_id = GroupId(f"{self._job.name}-{draw.ordinal:06d}")
+        group_id = GroupId(f"{self._plan.name}-{draw.ordinal:06d}")
         task = draw.payload()
-        specs = [self._spec(draw, group_id, task, member) for member in range(self._job.algorithm.group_size)]
+        specs = [self._spec(draw, group_id, task, member) for member in range(self._plan.group_size)]
         self._buffer.open(group_id, [spec.id for spec in specs], self._deployed())
         for spec in specs:
             running.start_soon(self._run, spec)
@@ -162,7 +216,7 @@ class GroupSupply:
         skipped = 0
         while True:
             try:
-                draw = self._source.at(self._ordinal)
+                draw = self._plan.source.at(self._ordinal)
             except IndexError:
                 return None
             self._ordinal += 1
@@ -180,21 +234,21 @@ class GroupSupply:
             group_id=group_id,
             task_id=draw.task_id,
             purpose=Purpose.TRAIN,
-            environment=self._environment,
+            environment=self._plan.environment,
             task=task,
-            limits=self._job.limits,
-            temperature=self._job.algorithm.temperature,
-            seed=seed_of(self._job.seed, draw.ordinal, member),
-            environment_seed=seed_of(self._job.seed, draw.ordinal),
-            group_size=self._job.algorithm.group_size,
-            routed_experts=self._job.learner.routing_replay,
+            limits=self._plan.limits,
+            temperature=self._plan.temperature,
+            seed=seed_of(self._plan.seed, draw.ordinal, member),
+            environment_seed=seed_of(self._plan.seed, draw.ordinal),
+            group_size=self._plan.group_size,
+            routed_experts=self._plan.routed_experts,
             trainable_until=self._trainable_until(),
         )
 
     def _trainable_until(self) -> Version:
         """Of a program that begins to sample now."""
         deployed = self._deployed()
-        return Version(deployed.epoch, deployed.number + self._job.max_staleness)
+        return Version(deployed.epoch, deployed.number + self._plan.max_staleness)
 
     async def _run(self, spec: ProgramSpec) -> None:
         trajectory = await self._rollouts.run(spec)
@@ -221,20 +275,22 @@ class GroupSupply:
             of_reason = [drop for drop in dropped if drop.reason == reason]
             self._say(Dropped(reason, len(of_reason), of_reason[0].detail))
 
+    @property
+    def _is_over(self) -> bool:
+        """No group will come any more."""
+        return self._exhausted and not self._buffer.open_groups
+
     def _refuse_to_wait_for_ever(self) -> None:
-        in_a_row = _LOST_GROUPS * self._job.algorithm.group_size
+        in_a_row = _LOST_GROUPS * self._plan.group_size
         if self._lost.programs >= in_a_row:
             last = "; ".join(self._lost.reasons)
             raise NothingComes(f"{self._lost.programs} programs in a row failed, the last ones as: {last}")
-        if self._exhausted and not self._buffer.open_groups:
-            raise TasksExhausted(
-                f"the tasks are used up after {self._ordinal} draws, "
-                f"{self._buffer.ready_groups} of {self._job.groups_per_step} groups are ready for a batch; "
-                "give more tasks, more epochs or fewer steps"
-            )
 
     def _waited_for(self) -> list[str]:
-        return [str(member) for members in self._buffer.waiting_for.values() for member in members][:5]
+        running = [str(member) for members in self._buffer.waiting_for.values() for member in members]
+        if not running and self._learning:
+            return [f"a publication: {self._learning} groups were handed out since the last one"]
+        return running[:5]
 
     # ---- waiting ----
 

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from sostenuto.runtime.config import GatewaySettings as GatewaySettings
     from sostenuto.runtime.config import RuntimeConfig as RuntimeConfig
     from sostenuto.runtime.config import ToolServerSettings as ToolServerSettings
+    from sostenuto.runtime.jobs.group import Group as Group
     from sostenuto.runtime.jobs.job import EvalJob as EvalJob
     from sostenuto.runtime.jobs.job import RLJob as RLJob
+    from sostenuto.runtime.jobs.job import RolloutJob as RolloutJob
     from sostenuto.runtime.jobs.job import WarmStart as WarmStart
     from sostenuto.runtime.jobs.serve import ServeJob as ServeJob
     from sostenuto.runtime.runtime import Runtime as Runtime
@@ -61,7 +63,9 @@ _HOME = {
     "McpServer": "tools.remote.declared",
     "Message": "types",
     "RLJob": "runtime.jobs.job",
+    "Group": "runtime.jobs.group",
     "Registry": "envs.registry",
+    "RolloutJob": "runtime.jobs.job",
     "Runtime": "runtime.runtime",
     "RuntimeConfig": "runtime.config",
     "SandboxSpec": "envs.workspace",
@@ -94,6 +98,7 @@ __all__ = [
     "Episode",
     "EvalJob",
     "GatewaySettings",
+    "Group",
     "HttpTool",
     "LearnerSettings",
     "Limits",
@@ -101,6 +106,7 @@ __all__ = [
     "Message",
     "RLJob",
     "Registry",
+    "RolloutJob",
     "Runtime",
     "RuntimeConfig",
     "SandboxSpec",

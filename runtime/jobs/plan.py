@@ -1,0 +1,66 @@
+"""What a supply of groups needs to know of a job, whoever learns from them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sostenuto.runtime.jobs.job import RLJob, RolloutJob, TaskSource
+from sostenuto.tools.wire import EnvironmentRef
+from sostenuto.types import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    name: str
+    seed: int
+    environment: EnvironmentRef
+    source: TaskSource
+    limits: Limits
+    group_size: int
+    temperature: float
+    routed_experts: bool
+    groups_per_step: int
+    """That are learnt from before the next version."""
+    max_staleness: int
+    zero_spread: Literal["skip", "replace", "keep"]
+    fewest: int
+    """Members that a group can be learnt from with."""
+    groups: int | None
+    """That are used in all; None: whoever takes them says when it is enough."""
+
+
+def plan_of(job: RLJob) -> Plan:
+    """For our own trainer."""
+    return Plan(
+        name=job.name,
+        seed=job.seed,
+        environment=job.environment(),
+        source=job.task_source(),
+        limits=job.limits,
+        group_size=job.algorithm.group_size,
+        temperature=job.algorithm.temperature,
+        routed_experts=job.learner.routing_replay,
+        groups_per_step=job.groups_per_step,
+        max_staleness=job.max_staleness,
+        zero_spread=job.algorithm.zero_spread,
+        fewest=2 if job.algorithm.compares_group else 1,
+        groups=job.steps * job.groups_per_step,
+    )
+
+
+def plan_of_rollouts(job: RolloutJob) -> Plan:
+    """For a trainer of the user's."""
+    return Plan(
+        name=job.name,
+        seed=job.seed,
+        environment=job.environment(),
+        source=job.task_source(),
+        limits=job.limits,
+        group_size=job.group_size,
+        temperature=job.temperature,
+        routed_experts=job.routed_experts,
+        groups_per_step=job.groups_per_step,
+        max_staleness=job.max_staleness,
+        zero_spread=job.zero_spread,
+        fewest=min(2, job.group_size),
+        groups=None,
+    )
