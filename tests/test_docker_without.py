@@ -3,6 +3,8 @@
 import socket
 import sys
 import threading
+from collections.abc import Awaitable, Callable
+from math import inf
 from pathlib import Path
 
 import anyio
@@ -18,9 +20,11 @@ from sostenuto.sandbox.docker import labels
 from sostenuto.sandbox.docker.address import find_socket
 from sostenuto.sandbox.docker.backend import DockerBackend, DockerSettings
 from sostenuto.sandbox.docker.calls import Calls
+from sostenuto.sandbox.docker.execs import once_awake
 from sostenuto.sandbox.docker.labels import NAMESPACE, OWNER, is_orphan, labels_of
 from sostenuto.sandbox.docker.memory import find_memory
 from sostenuto.sandbox.docker.stream import Marks
+from sostenuto.sandbox.docker.typed import Conflict
 from sostenuto.sandbox.docker.wire import STDERR, STDOUT, Frames
 from sostenuto.sandbox.output import HeadTail
 from sostenuto.sandbox.protocol import Blueprint
@@ -180,3 +184,44 @@ def test_a_group_that_is_not_the_container_s_or_not_ours_is_left_alone(
 def test_without_a_memory_controller_that_is_said():
     with pytest.raises(Unsupported, match="no memory cgroup of container"):
         find_memory(FakeV2(f"/docker/{_ID}"), _ID, 1 << 20)
+
+
+def paused(times: float) -> tuple[Callable[[], Awaitable[str]], list[int]]:
+    """A daemon that says so many times that the container is paused; and how often it was asked."""
+    asked: list[int] = []
+
+    async def ask() -> str:
+        asked.append(1)
+        if len(asked) <= times:
+            raise Conflict("exec in c: Container c is paused, unpause the container before exec")
+        return "made"
+
+    return ask, asked
+
+
+@pytest.mark.looptime
+async def test_a_daemon_that_hears_late_of_the_end_of_a_pause_is_asked_again():
+    ask, asked = paused(5)
+    assert await once_awake(ask) == "made"
+    assert len(asked) == 6
+
+
+@pytest.mark.looptime
+async def test_a_container_that_stays_paused_is_told_after_a_while():
+    ask, asked = paused(inf)
+    with pytest.raises(Conflict, match="is paused"):
+        await once_awake(ask)
+    assert len(asked) > 10
+
+
+@pytest.mark.looptime
+async def test_another_refusal_of_the_daemon_is_told_at_once():
+    asked: list[int] = []
+
+    async def ask() -> str:
+        asked.append(1)
+        raise Conflict("exec in c: container c is not running")
+
+    with pytest.raises(Conflict, match="not running"):
+        await once_awake(ask)
+    assert len(asked) == 1

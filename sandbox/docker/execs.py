@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import anyio
 
@@ -11,12 +12,16 @@ from sostenuto.errors import ConfigError, SandboxError
 from sostenuto.sandbox.docker import inside
 from sostenuto.sandbox.docker.calls import Calls
 from sostenuto.sandbox.docker.stream import Stream
-from sostenuto.sandbox.docker.typed import Daemon
+from sostenuto.sandbox.docker.typed import Conflict, Daemon
 from sostenuto.sandbox.docker.wire import Wire
 from sostenuto.sandbox.output import HeadTail
 from sostenuto.sandbox.protocol import ShellResult
 
+T = TypeVar("T")
+
 _END_S = 10.0
+_HEARS_S = 3.0
+_ASKS_AGAIN_S = 0.02
 _PATIENCE_S = 0.05
 _NOT_RUN = 126
 _KILLED = 137
@@ -37,6 +42,23 @@ class Site:
     """Sends a line to the relay."""
     awake: Callable[[], AbstractAsyncContextManager[None]]
     """Inside it, the processes of the sandbox are not paused."""
+
+
+async def once_awake(ask: Callable[[], Awaitable[T]]) -> T:
+    """Ask again while the daemon says that the container is paused, for a while.
+
+    It hears of pauses and their ends from the runtime, and of a pause that is over already sometimes after
+    its end.
+    """
+    with anyio.move_on_after(_HEARS_S):
+        while True:
+            try:
+                return await ask()
+            except Conflict as error:
+                if "is paused" not in str(error):
+                    raise
+            await anyio.sleep(_ASKS_AGAIN_S)
+    return await ask()
 
 
 async def execute(
@@ -79,7 +101,7 @@ class _Execution:
             inside.exec_command(argv),
             {inside.EXEC_VARIABLE: self._stream.mark},
         )
-        self._identity = await calls.run(prepare)
+        self._identity = await once_awake(partial(calls.run, prepare))
         version = await calls.run(daemon.version_path)
         self._asked = True
         target = f"{version}/exec/{self._identity}/start"
