@@ -21,16 +21,16 @@ from sostenuto.types import ProgramId
 
 
 class _Timed(Scheduler):
-    """Counts what `apply` takes."""
+    """Counts what `apply` takes of the processor, whatever else the machine does meanwhile."""
 
     spent_s = 0.0
     longest_s = 0.0
     events = 0
 
     def apply(self, event: Event, now_s: float) -> list[Action]:
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         actions = super().apply(event, now_s)
-        took_s = time.perf_counter() - began_s
+        took_s = time.thread_time() - began_s
         self.spent_s += took_s
         self.longest_s = max(self.longest_s, took_s)
         self.events += 1

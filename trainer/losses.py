@@ -109,7 +109,8 @@ def soft_gate(terms: Terms, *, positive: float, negative: float) -> tuple[Tensor
     At r = 1 its gradient is that of r A.  A token counts as held back where less than half of that is left.
     """
     r = ratio(terms.current, terms.proximal)
-    sharpness = torch.where(terms.advantages > 0, positive, negative).to(r.dtype)
+    is_good = terms.advantages > 0
+    sharpness = torch.where(is_good, torch.full_like(r, positive), torch.full_like(r, negative))
     gate = torch.sigmoid(sharpness * (r - 1.0))
     slope = (4.0 * gate * (1.0 - gate)).detach()
     return -4.0 / sharpness * gate * terms.advantages, slope < 0.5
