@@ -38,8 +38,19 @@ if TYPE_CHECKING:
     from sostenuto.tools.decorator import tool as tool
     from sostenuto.tools.remote.declared import HttpTool as HttpTool
     from sostenuto.tools.remote.declared import McpServer as McpServer
+    from sostenuto.trainer.algorithms import CISPO as CISPO
     from sostenuto.trainer.algorithms import GRPO as GRPO
+    from sostenuto.trainer.algorithms import GSPO as GSPO
+    from sostenuto.trainer.algorithms import RLOO as RLOO
+    from sostenuto.trainer.algorithms import SAPO as SAPO
+    from sostenuto.trainer.algorithms import DecoupledPPO as DecoupledPPO
+    from sostenuto.trainer.algorithms import DrGRPO as DrGRPO
+    from sostenuto.trainer.algorithms import Reinforce as Reinforce
+    from sostenuto.trainer.algorithms import ReinforcePP as ReinforcePP
+    from sostenuto.trainer.parts import KL as KL
     from sostenuto.trainer.parts import TIS as TIS
+    from sostenuto.trainer.parts import IcePop as IcePop
+    from sostenuto.trainer.parts import Rejection as Rejection
     from sostenuto.trainer.settings import LearnerSettings as LearnerSettings
     from sostenuto.trainer.settings import Schedule as Schedule
     from sostenuto.types import Episode as Episode
@@ -49,6 +60,17 @@ if TYPE_CHECKING:
     from sostenuto.types import Version as Version
 
 _HOME = {
+    "RLOO": "trainer.algorithms",
+    "DrGRPO": "trainer.algorithms",
+    "Reinforce": "trainer.algorithms",
+    "ReinforcePP": "trainer.algorithms",
+    "GSPO": "trainer.algorithms",
+    "CISPO": "trainer.algorithms",
+    "SAPO": "trainer.algorithms",
+    "DecoupledPPO": "trainer.algorithms",
+    "KL": "trainer.parts",
+    "IcePop": "trainer.parts",
+    "Rejection": "trainer.parts",
     "ConfigError": "errors",
     "Draw": "envs.task",
     "Environment": "envs.environment",
@@ -89,9 +111,16 @@ _HOME = {
 }
 
 __all__ = [
+    "CISPO",
     "GRPO",
+    "GSPO",
+    "KL",
+    "RLOO",
+    "SAPO",
     "TIS",
     "ConfigError",
+    "DecoupledPPO",
+    "DrGRPO",
     "Draw",
     "EngineSettings",
     "Environment",
@@ -100,12 +129,16 @@ __all__ = [
     "GatewaySettings",
     "Group",
     "HttpTool",
+    "IcePop",
     "LearnerSettings",
     "Limits",
     "McpServer",
     "Message",
     "RLJob",
     "Registry",
+    "Reinforce",
+    "ReinforcePP",
+    "Rejection",
     "RolloutJob",
     "Runtime",
     "RuntimeConfig",
