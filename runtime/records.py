@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from sostenuto.errors import Blame, RecordError
-from sostenuto.records import Experts, Producer, Span, Trajectory, VersionSpan
+from sostenuto.records import Experts, Producer, Span, Taught, Trajectory, VersionSpan
 from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId, Purpose, StopReason, Usage, Version
 
 
@@ -18,6 +18,15 @@ class _Span(msgspec.Struct, array_like=True):
     versions: list[tuple[int, int, int, int]]
     started_s: float
     ended_s: float
+
+
+class _Taught(msgspec.Struct, array_like=True):
+    version: str
+    logprobs: bytes
+    top_k: int
+    """0: none."""
+    top_ids: bytes
+    top_logprobs: bytes
 
 
 class _Record(msgspec.Struct):
@@ -32,6 +41,9 @@ class _Record(msgspec.Struct):
     outcome: tuple[str, str, str | None] | None
     metrics: dict[str, float]
     experts: list[tuple[tuple[int, int, int], bytes] | None] | msgspec.UnsetType = msgspec.UNSET
+    teacher: str | msgspec.UnsetType = msgspec.UNSET
+    taught: list[_Taught | None] | msgspec.UnsetType = msgspec.UNSET
+    history: str | msgspec.UnsetType = msgspec.UNSET
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -48,6 +60,9 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         outcome=(outcome.kind, outcome.reason, outcome.blame) if outcome else None,
         metrics=trajectory.metrics,
         experts=[_pack_experts(part) for part in trajectory.experts] or msgspec.UNSET,
+        teacher=trajectory.teacher or msgspec.UNSET,
+        taught=[_pack_taught(part) for part in trajectory.taught] or msgspec.UNSET,
+        history=trajectory.history or msgspec.UNSET,
     )
     return msgspec.msgpack.encode(record)
 
@@ -70,6 +85,9 @@ def decode_trajectory(data: bytes) -> Trajectory:
         outcome=_outcome(record.outcome),
         metrics=record.metrics,
         experts=tuple(map(_unpack_experts, record.experts or ())),
+        teacher=record.teacher or "",
+        taught=tuple(map(_unpack_taught, record.taught or ())),
+        history=record.history or "",
     )
 
 
@@ -99,6 +117,29 @@ def _unpack_experts(packed: tuple[tuple[int, int, int], bytes] | None) -> Expert
         return None
     shape, data = packed
     return np.frombuffer(data, "<i2").astype(np.int16).reshape(shape)
+
+
+def _pack_taught(taught: Taught | None) -> _Taught | None:
+    if taught is None:
+        return None
+    logprobs, ids, top = taught.logprobs.astype("<f4").tobytes(), taught.top_ids, taught.top_logprobs
+    if ids is None or top is None:
+        return _Taught(taught.version, logprobs, 0, b"", b"")
+    return _Taught(
+        taught.version, logprobs, ids.shape[1], ids.astype("<i4").tobytes(), top.astype("<f4").tobytes()
+    )
+
+
+def _unpack_taught(packed: _Taught | None) -> Taught | None:
+    if packed is None:
+        return None
+    logprobs = np.frombuffer(packed.logprobs, "<f4").astype(np.float32)
+    if not packed.top_k:
+        return Taught(packed.version, logprobs)
+    shape = (len(logprobs), packed.top_k)
+    ids = np.frombuffer(packed.top_ids, "<i4").astype(np.int32).reshape(shape)
+    top = np.frombuffer(packed.top_logprobs, "<f4").astype(np.float32).reshape(shape)
+    return Taught(packed.version, logprobs, ids, top)
 
 
 def _pack(span: Span) -> _Span:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sostenuto.errors import RecordError
-from sostenuto.trainer.parts import Advantage, BatchNormalized, GroupRelative, LeaveOneOut, Return
+from sostenuto.trainer.parts import Advantage, BatchNormalized, GroupRelative, LeaveOneOut, NoReward, Return
 
 Doubles = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -43,6 +43,8 @@ def batch_advantages(part: Advantage, rewards: Sequence[Doubles], valid: Sequenc
                 np.where(v, _checked(r, v, fewest=0)[0] - part.baseline, 0.0)
                 for r, v in zip(rewards, valid, strict=True)
             ]
+        case NoReward():
+            return [np.zeros(len(r)) for r in rewards]
 
 
 def group_advantages(

@@ -24,6 +24,7 @@ from sostenuto.trainer.parts import (
     GroupRelative,
     GSPOClip,
     LeaveOneOut,
+    NoReward,
     Part,
     PolicyGradient,
     PolicyLoss,
@@ -31,6 +32,7 @@ from sostenuto.trainer.parts import (
     Rejection,
     Return,
     SAPOGate,
+    Teaching,
     part_of,
 )
 
@@ -84,6 +86,9 @@ class Algorithm(Part, frozen=True):
     kl: KL | None = None
     """None: no reference model is loaded."""
 
+    teaching: Teaching | None = None
+    """What the job's teachers add; None: it has none."""
+
     zero_spread: ZeroSpread = "skip"
     """What becomes of a group with equal rewards.
 
@@ -116,6 +121,24 @@ class Algorithm(Part, frozen=True):
     def updates(self) -> int:
         """Optimizer steps for each batch."""
         return self.epochs * self.minibatches
+
+    @property
+    def needs_reward(self) -> bool:
+        return not isinstance(self.advantage, NoReward)
+
+    @model_validator(mode="after")
+    def _has_something_to_learn_from(self) -> Self:
+        if not self.needs_reward and self.teaching is None:
+            raise ValueError(
+                "advantage: no_reward leaves nothing to learn from but a teacher; give teaching = {}, or "
+                "another advantage"
+            )
+        if self.teaching is not None and self.zero_spread != "keep":
+            raise ValueError(
+                "zero_spread: a teacher has something to say of a group of equal rewards, too; "
+                'give zero_spread = "keep"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -215,10 +238,25 @@ class DecoupledPPO(Algorithm, frozen=True):
     minibatches: int = Field(default=4, ge=1)
 
 
+class OPD(Algorithm, frozen=True):
+    """On-policy distillation: the student samples, a teacher's log-probabilities are all of the signal.
+
+    The policy gradient of KL(student || teacher) at each token of the student's own path, arXiv 2306.13649.
+    """
+
+    method: Literal["opd"] = "opd"
+    group_size: int = Field(default=1, ge=1)
+    advantage: Advantage = NoReward()
+    loss: PolicyLoss = PolicyGradient()
+    proximal: Literal["rollout", "current"] = "current"
+    zero_spread: ZeroSpread = "keep"
+    teaching: Teaching | None = Teaching()
+
+
 RECIPES = MappingProxyType(
     {
         str(recipe.model_fields["method"].default): recipe
-        for recipe in (GRPO, DrGRPO, RLOO, Reinforce, ReinforcePP, GSPO, CISPO, SAPO, DecoupledPPO)
+        for recipe in (GRPO, DrGRPO, RLOO, Reinforce, ReinforcePP, GSPO, CISPO, SAPO, DecoupledPPO, OPD)
     }
 )
 """By the name of their method."""

@@ -46,12 +46,14 @@ class MicroBatch:
     sequences: Indices
     """(M,) which sequence of the micro-batch a token is of."""
     extras: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
-    """(M,) each, of the masked tokens; NaN where a sample has none of that name."""
+    """(M,) or (M, K) each, of the masked tokens; NaN where a sample has none of that name."""
+    teacher: str = ""
+    """Of all its samples."""
     experts: Experts | None = None
     """(B, T, layers with a router, experts a token), -1 where none are known; None: of no sample."""
 
     def extra(self, name: str) -> Floats | None:
-        """(M,); None where no sample has it."""
+        """(M,) or (M, K); None where no sample has it."""
         return self.extras.get(name)
 
 
@@ -70,6 +72,14 @@ def plan(lengths: list[int], budget_tokens: int) -> list[list[int]]:
         else:
             batches.append([index])
     return batches
+
+
+def by_teacher(samples: list[Sample], indices: list[int]) -> list[list[int]]:
+    """The indices of samples with the same teacher together."""
+    kin: dict[str, list[int]] = {}
+    for index in indices:
+        kin.setdefault(samples[index].teacher, []).append(index)
+    return list(kin.values())
 
 
 def collate(samples: list[Sample], indices: list[int], weights: list[float], fresh: list[bool]) -> MicroBatch:
@@ -95,18 +105,24 @@ def collate(samples: list[Sample], indices: list[int], weights: list[float], fre
         fresh=np.repeat(np.array([fresh[i] for i in indices], dtype=np.bool_), counts),
         sequences=rows,
         extras=_extras(chosen),
+        teacher=chosen[0].teacher,
         experts=_experts(chosen, token_ids.shape[1]),
     )
 
 
 def _extras(samples: list[Sample]) -> dict[str, Floats]:
-    names = sorted({name for sample in samples for name in sample.extras})
-    return {name: np.concatenate([_extra(sample, name) for sample in samples]) for name in names}
+    widths = {name: known.shape[1:] for sample in samples for name, known in sorted(sample.extras.items())}
+    return {
+        name: np.concatenate([_extra(sample, name, width) for sample in samples])
+        for name, width in widths.items()
+    }
 
 
-def _extra(sample: Sample, name: str) -> Floats:
+def _extra(sample: Sample, name: str, width: tuple[int, ...]) -> Floats:
     known = sample.extras.get(name)
-    return np.full(sample.masked_tokens, np.nan, dtype=np.float32) if known is None else known[sample.mask]
+    if known is None:
+        return np.full((sample.masked_tokens, *width), np.nan, dtype=np.float32)
+    return known[sample.mask]
 
 
 def _experts(samples: list[Sample], longest: int) -> Experts | None:

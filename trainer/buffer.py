@@ -78,7 +78,8 @@ class _OpenGroup:
 class Buffer:
     """Groups of one job.  One owner calls it; nothing in it waits.
 
-    `fewest`: members that a group can be trained with.
+    `fewest`: members that a group can be trained with.  `needs_reward`: False where nothing is learnt from
+    rewards; a program that continues a history never has one.
     `ancestors`: for each earlier run epoch the highest version number that the present weights descend
     from.  Records of an epoch that is not listed, or beyond its number, are of an abandoned lineage.
     """
@@ -88,10 +89,12 @@ class Buffer:
         *,
         zero_spread: Literal["skip", "replace", "keep"] = "skip",
         fewest: int = 2,
+        needs_reward: bool = True,
         ancestors: Mapping[int, int] | None = None,
     ) -> None:
         self._zero_spread = zero_spread
         self._fewest = fewest
+        self._needs_reward = needs_reward
         self._ancestors = dict(ancestors or {})
         self._open: dict[GroupId, _OpenGroup] = {}
         self._ready: list[ReadyGroup] = []
@@ -141,7 +144,7 @@ class Buffer:
             return () if trajectory.outcome else (Dropped(trajectory.program_id, self._drained),)
         group = self._expecting(trajectory)
         group.ended[trajectory.program_id] = trajectory
-        fault = None if trajectory.outcome else _fault(trajectory)
+        fault = None if trajectory.outcome else _fault(trajectory, needs_reward=self._needs_reward)
         if fault:
             group.dropped.add(trajectory.program_id)
         completed = self._complete(trajectory.group_id) if len(group.ended) == len(group.members) else ()
@@ -254,12 +257,12 @@ def _trainable(group: _OpenGroup) -> tuple[Trajectory, ...]:
     return tuple(t for t in ended if t.outcome is None and t.program_id not in group.dropped)
 
 
-def _fault(trajectory: Trajectory) -> Dropped | None:
+def _fault(trajectory: Trajectory, *, needs_reward: bool) -> Dropped | None:
     """Why a program that ended well cannot be trained, if so."""
     program_id = trajectory.program_id
-    if trajectory.reward is None:
+    if trajectory.reward is None and needs_reward and not trajectory.history:
         return Dropped(program_id, "reward_missing")
-    if not np.isfinite(trajectory.reward):
+    if trajectory.reward is not None and not np.isfinite(trajectory.reward):
         return Dropped(program_id, "reward_not_finite", f"reward {trajectory.reward}")
     try:
         validate(trajectory)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -120,15 +121,17 @@ class TrainerClient:
         version: Version | None = None,
         draft: Path | None = None,
         reference: Path | None = None,
+        teachers: Mapping[str, Path] | None = None,
     ) -> TrainerFacts:
         """Load a Hugging Face folder.  `version` is what its weights are known by, if they are.
 
         `draft`: the folder of the engines' draft model, if they have one.  `reference`: of the model that a
-        KL is measured from.
+        KL is measured from.  `teachers`: of those that score in the trainer, by name.
         """
         path, drafter = _absolute(model_directory), draft and _absolute(draft)
         compared = reference and _absolute(reference)
-        opened = Open(path, _json(settings), seed, version, drafter, compared)
+        taught = {name: _absolute(folder) for name, folder in (teachers or {}).items()}
+        opened = Open(path, _json(settings), seed, version, drafter, compared, taught)
         return await self._ask(opened, TrainerFacts)
 
     async def fit(self, samples: list[Sample], algorithm: SFT | None = None) -> StepReport:

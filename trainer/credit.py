@@ -16,12 +16,30 @@ Group = Sequence[Trajectory]
 def credit(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
     """Samples of a batch's valid members, each trained token with its trajectory's advantage.
 
-    A member that failed, or has no reward, votes in no statistic and trains nothing.
+    A member that failed, or has no reward, votes in no statistic and trains nothing.  One that continues a
+    history has no reward: it votes in none either, and a teacher alone says what is learnt from it.
     RecordError for members of several groups together, or rewards that cannot be compared.
     """
     for members in groups:
         _refuse_strangers(members)
-    valid = [np.array([_is_valid(member) for member in members], dtype=np.bool_) for members in groups]
+    scored = [members for members in groups if not _continue_history(members)]
+    return [
+        *_credited(scored, algorithm),
+        *(
+            sample
+            for members in groups
+            if _continue_history(members)
+            for member in members
+            if member.outcome is None
+            for sample in trajectory_samples(member, 0.0)
+        ),
+    ]
+
+
+def _credited(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
+    valid = [
+        np.array([_is_valid(member, algorithm) for member in members], dtype=np.bool_) for members in groups
+    ]
     rewards = [
         np.array([0.0 if m.reward is None else m.reward for m in members], dtype=np.float64)
         for members in groups
@@ -36,8 +54,12 @@ def credit(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
     ]
 
 
-def _is_valid(member: Trajectory) -> bool:
-    return member.outcome is None and member.reward is not None
+def _continue_history(members: Group) -> bool:
+    return any(member.history for member in members)
+
+
+def _is_valid(member: Trajectory, algorithm: Algorithm) -> bool:
+    return member.outcome is None and (member.reward is not None or not algorithm.needs_reward)
 
 
 def _refuse_strangers(members: Group) -> None:

@@ -48,13 +48,18 @@ def exact_kl(
         theirs = (others / temperature).log_softmax(-1)
         if top_k is not None and top_k < ours.shape[-1]:
             kept = ours.detach().topk(top_k, dim=-1).indices
-            ours, theirs = _with_rest(ours.gather(-1, kept)), _with_rest(theirs.gather(-1, kept))
-        return (ours.exp() * (ours - theirs)).sum(-1)
+            ours, theirs = with_rest(ours.gather(-1, kept)), with_rest(theirs.gather(-1, kept))
+        return kl_of(ours, theirs)
 
     return pairs(policy, reference, batch, compare)
 
 
-def _with_rest(logprobs: Tensor) -> Tensor:
+def kl_of(ours: Tensor, theirs: Tensor) -> Tensor:
+    """KL of two distributions, given as log-probabilities over the last dimension."""
+    return (ours.exp() * (ours - theirs)).sum(-1)
+
+
+def with_rest(logprobs: Tensor) -> Tensor:
     """One more outcome for what the others leave of 1."""
     rest = torch.log1p(-logprobs.exp().sum(-1, keepdim=True).clamp(max=1.0 - 1e-7))
     return torch.cat([logprobs, rest], dim=-1)

@@ -8,7 +8,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from sostenuto.errors import ConfigError, RecordError
 from sostenuto.records import Floats
 from sostenuto.trainer.aggregation import token_weights
 from sostenuto.trainer.algorithms import SFT, Algorithm
-from sostenuto.trainer.batching import MicroBatch, collate, plan
+from sostenuto.trainer.batching import MicroBatch, by_teacher, collate, plan
 from sostenuto.trainer.logprobs import token_hits, token_logprobs
 from sostenuto.trainer.losses import supervised
 from sostenuto.trainer.model import Policy
@@ -31,6 +31,7 @@ from sostenuto.trainer.reports import Exactness, StepReport
 from sostenuto.trainer.samples import Sample
 from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.trainer.tally import Tally
+from sostenuto.trainer.teaching import Teachers
 from sostenuto.trainer.tensors import as_array, as_tensor, backpropagate, seed_everything
 from sostenuto.trainer.updates import minibatches, together
 from sostenuto.types import Version
@@ -53,10 +54,12 @@ class Learner:
         seed: int,
         version: Version | None,
         reference: Policy | None = None,
+        teachers: Mapping[str, Policy] | None = None,
     ) -> None:
-        """`reference`: what a KL is measured from."""
+        """`reference`: what a KL is measured from.  `teachers`: those that are models here, by name."""
         self.policy = policy
         self.reference = reference
+        self.teachers = Teachers(policy, teachers or {})
         self.settings = settings
         self.seed = seed
         self.version = version
@@ -89,7 +92,9 @@ class Learner:
         if self.settings.routing_replay and all(sample.experts is None for sample in samples):
             raise RecordError("routing_replay: no sample has experts; sample with routed_experts")
 
-        objective = PolicyObjective(self.policy, algorithm, self.reference)
+        if algorithm.teaching is not None:
+            self.teachers.check(samples, algorithm.teaching)
+        objective = PolicyObjective(self.policy, algorithm, self.reference, self.teachers)
 
         def step(part: list[Sample]) -> StepReport:
             weights = token_weights(part, algorithm.aggregation, algorithm.aggregation_tokens)
@@ -198,8 +203,11 @@ class Learner:
         self._refuse_unknown_ids(samples)
         trained = [index for index, sample in enumerate(samples) if sample.masked_tokens]
         fresh = [self._is_fresh(sample) for sample in samples]
-        groups = plan([len(samples[index]) for index in trained], self.settings.microbatch_tokens)
-        batches = [collate(samples, [trained[i] for i in group], weights, fresh) for group in groups]
+        batches = [
+            collate(samples, [same[i] for i in group], weights, fresh)
+            for same in by_teacher(samples, trained)
+            for group in plan([len(samples[index]) for index in same], self.settings.microbatch_tokens)
+        ]
         if self.settings.routing_replay:
             return batches
         return [replace(batch, experts=None) for batch in batches]

@@ -52,6 +52,17 @@ def pairs(
     return _by_chunk(policy, score, _features(policy, batch), theirs)
 
 
+def beside(
+    policy: Policy, batch: MicroBatch, given: Tensor, compare: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """(M,) of `compare`, given logits (chunk, vocabulary) and the same rows of `given` (M, ...)."""
+
+    def score(features: Tensor, rows: Tensor) -> Tensor:
+        return compare(policy.logits(features), rows)
+
+    return _by_chunk(policy, score, _features(policy, batch), given)
+
+
 def _in_chunks(policy: Policy, batch: MicroBatch, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     return _by_chunk(policy, score, _features(policy, batch), as_tensor(batch.targets))
 

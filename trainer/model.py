@@ -105,12 +105,12 @@ def load_policy(directory: Path, dtype: str, quantization: Format | None = None)
     return Policy(module, min(size, _rows(module)), _has_plain_head(module), find_routers(module))
 
 
-def load_reference(directory: Path, policy: Policy, dtype: str) -> Policy:
+def load_reference(directory: Path, policy: Policy, dtype: str, *, role: str = "reference") -> Policy:
     """A model to compare the policy with; nothing of it is learnt.  ConfigError for one with other tokens."""
     reference = load_policy(directory, dtype)
     if reference.tokenizer_size != policy.tokenizer_size:
         raise ConfigError(
-            f"reference {directory}: its tokenizer has {reference.tokenizer_size} tokens, that of the policy "
+            f"{role} {directory}: its tokenizer has {reference.tokenizer_size} tokens, that of the policy "
             f"{policy.tokenizer_size}; give a model of the same family"
         )
     reference.module.requires_grad_(False)

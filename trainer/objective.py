@@ -9,29 +9,55 @@ from sostenuto.trainer.logprobs import token_logprobs
 from sostenuto.trainer.losses import Terms, policy_loss
 from sostenuto.trainer.model import Policy
 from sostenuto.trainer.tally import Tally
+from sostenuto.trainer.teaching import Teachers
 from sostenuto.trainer.tensors import Tensor, as_tensor
 
 
 class PolicyObjective:
     """Per-token loss (M,) of a micro-batch."""
 
-    def __init__(self, policy: Policy, algorithm: Algorithm, reference: Policy | None) -> None:
+    def __init__(
+        self, policy: Policy, algorithm: Algorithm, reference: Policy | None, teachers: Teachers
+    ) -> None:
         """ConfigError when the method compares with a reference that is not there."""
         if algorithm.kl is not None and reference is None:
             raise ConfigError("kl: the trainer has no reference model; open it with the reference's folder")
         self._policy = policy
         self._algorithm = algorithm
         self._reference = reference
+        self._teachers = teachers
 
     def __call__(self, batch: MicroBatch, tally: Tally) -> Tensor:
         algorithm = self._algorithm
         current = token_logprobs(self._policy, batch, algorithm.temperature)
         sequences = as_tensor(batch.sequences)
         corrected = self._corrected(batch, current, sequences, tally)
-        terms = Terms(current, corrected.proximal, as_tensor(batch.advantages), sequences)
+        advantages = as_tensor(batch.advantages) + self._signal(batch, current, tally)
+        terms = Terms(current, corrected.proximal, advantages, sequences)
         loss, held_back = policy_loss(algorithm.loss, terms)
         tally.add_flags(held_back, corrected.truncated, corrected.rejected)
-        return corrected.weights * (loss + self._distance(batch, current, corrected, tally))
+        added = self._distance(batch, current, corrected, tally) + self._lesson(batch, tally)
+        return corrected.weights * (loss + added)
+
+    def _signal(self, batch: MicroBatch, current: Tensor, tally: Tally) -> Tensor | float:
+        """What a teacher adds to the advantages: fixed for the whole batch."""
+        teaching = self._algorithm.teaching
+        if teaching is None or teaching.signal != "sampled":
+            return 0.0
+        started = batch.extra("start")
+        student = current.detach() if started is None else as_tensor(started)
+        signal = self._teachers.signal(teaching, batch, student, self._algorithm.temperature)
+        tally.teacher.add(-signal)
+        return teaching.coefficient * signal
+
+    def _lesson(self, batch: MicroBatch, tally: Tally) -> Tensor | float:
+        """What a teacher adds to the loss."""
+        teaching = self._algorithm.teaching
+        if teaching is None or teaching.signal != "distribution":
+            return 0.0
+        distance = self._teachers.distance(teaching, batch, self._algorithm.temperature)
+        tally.teacher.add(distance.detach())
+        return teaching.coefficient * distance
 
     def _corrected(self, batch: MicroBatch, current: Tensor, sequences: Tensor, tally: Tally) -> Corrected:
         behaviour = as_tensor(batch.behaviour)

@@ -66,7 +66,45 @@ class Return(Part, frozen=True):
     baseline: float = 0.0
 
 
-Advantage = GroupRelative | LeaveOneOut | BatchNormalized | Return
+class NoReward(Part, frozen=True):
+    """Zero, whatever the reward is or whether there is one: all that is learnt comes from a teacher."""
+
+    kind: Literal["no_reward"] = "no_reward"
+
+
+Advantage = GroupRelative | LeaveOneOut | BatchNormalized | Return | NoReward
+
+
+# ---- a teacher ----
+
+
+class Teaching(Part, frozen=True):
+    """What a teacher says of each trained token, in the contexts that the student made itself.
+
+    Generalized on-policy distillation, arXiv 2306.13649; with several teachers arXiv 2601.02780.
+    """
+
+    signal: Literal["sampled", "distribution"] = "sampled"
+    """sampled: log p teacher - log p student of the sampled token, without gradient, is added to the token's
+    advantage.  distribution: KL(student || teacher) over the vocabulary is added to the token's loss."""
+
+    coefficient: float = Field(default=1.0, gt=0)
+    """What it is multiplied with before it is added."""
+
+    bound: float | None = Field(default=None, gt=0)
+    """sampled: at most so many nats either way; None: whatever it is."""
+
+    top_k: int | None = Field(default=None, ge=1)
+    """distribution: over the teacher's k likeliest tokens and the rest as one; None: over all, which needs
+    the teacher in the trainer."""
+
+    @model_validator(mode="after")
+    def _fits_its_signal(self) -> Self:
+        if self.bound is not None and self.signal != "sampled":
+            raise ValueError('teaching: bound is for signal = "sampled"; leave it out')
+        if self.top_k is not None and self.signal != "distribution":
+            raise ValueError('teaching: top_k is for signal = "distribution"; give that, or leave it out')
+        return self
 
 
 # ---- losses ----

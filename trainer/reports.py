@@ -63,6 +63,8 @@ class StepReport:
     """Why the weights were left as they were; empty for a step that counts."""
     draft_loss: float | None = None
     """Mean -log p of the batch's masked tokens by the draft model that learns from them."""
+    teacher_kl: float | None = None
+    """Mean of the estimate of KL(student || teacher), as the teaching has it; None without a teacher."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sostenuto.errors import RecordError
-from sostenuto.records import Experts, Floats, Mask, Sequence, Tokens, Trajectory
+from sostenuto.records import Experts, Floats, Mask, Sequence, Taught, Tokens, Trajectory
 from sostenuto.types import Version
+
+TEACHER, TEACHER_TOP_IDS, TEACHER_TOP = "teacher", "teacher_top_ids", "teacher_top"
+"""In the extras: a teacher's log-probability of each token (T,); its likeliest ones, with theirs (T, K)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,12 +40,16 @@ class Sample:
     experts: Experts | None = None
     """Of its first tokens, where they were recorded."""
     extras: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
-    """(T,) each, NaN where unknown.  start: the trainer's log-probabilities at the batch's beginning."""
+    """(T,) or (T, K) each, NaN where unknown.  start: the trainer's log-probabilities at the batch's
+    beginning."""
+    teacher: str = ""
+    """Who teaches it; empty: nobody."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        arrays = (self.mask, self.logprobs, self.advantages, self.rollout_logprobs, *self.extras.values())
-        if any(array is not None and array.shape != (length,) for array in arrays):
+        arrays = (self.mask, self.logprobs, self.advantages, self.rollout_logprobs)
+        flat = all(array is None or array.shape == (length,) for array in arrays)
+        if not flat or any(array.shape[:1] != (length,) for array in self.extras.values()):
             raise RecordError(f"sample {self.origin}: every array must have shape ({length},)")
         if self.experts is not None and (self.experts.ndim != 3 or len(self.experts) > length):
             raise RecordError(f"sample {self.origin}: experts of shape {self.experts.shape} do not fit it")
@@ -79,16 +86,22 @@ def trajectory_samples(trajectory: Trajectory, advantage: float) -> list[Sample]
     RecordError when one span is to be trained in two sequences, or a log-probability is missing.
     """
     _refuse_trained_twice(trajectory)
-    experts = trajectory.experts or (None,) * len(trajectory.sequences)
+    nothing = (None,) * len(trajectory.sequences)
     parts = [
-        _sample(trajectory, sequence, advantage, routed)
-        for sequence, routed in zip(trajectory.sequences, experts, strict=True)
+        _sample(trajectory, sequence, advantage, routed, taught)
+        for sequence, routed, taught in zip(
+            trajectory.sequences, trajectory.experts or nothing, trajectory.taught or nothing, strict=True
+        )
     ]
     return [sample for sample in parts if sample is not None]
 
 
 def _sample(
-    trajectory: Trajectory, sequence: Sequence, advantage: float, experts: Experts | None
+    trajectory: Trajectory,
+    sequence: Sequence,
+    advantage: float,
+    experts: Experts | None,
+    taught: Taught | None,
 ) -> Sample | None:
     spans = [span for span in sequence if len(span)]
     mask = np.concatenate([span.mask for span in spans]) if spans else np.zeros(0, dtype=np.bool_)
@@ -104,9 +117,22 @@ def _sample(
         version=min(v.version for span in spans if span.mask.any() for v in span.versions),
         origin=trajectory.program_id,
         experts=None if experts is None else experts[:end],
+        teacher=trajectory.teacher,
+        extras={} if taught is None else _taught_arrays(taught, end),
     )
     sample.check_policy()
     return sample
+
+
+def _taught_arrays(taught: Taught, end: int) -> dict[str, Floats]:
+    arrays = {TEACHER: taught.logprobs[:end]}
+    if taught.top_logprobs is not None and taught.top_ids is not None:
+        # Ids are exact in float32 up to 2^24, and no vocabulary is larger.
+        arrays |= {
+            TEACHER_TOP_IDS: taught.top_ids[:end].astype(np.float32),
+            TEACHER_TOP: taught.top_logprobs[:end],
+        }
+    return arrays
 
 
 def _refuse_trained_twice(trajectory: Trajectory) -> None:

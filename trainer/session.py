@@ -81,8 +81,17 @@ class Session:
         self._drafter = open_drafter(command.draft_directory, policy, settings)
         folder = command.reference_directory
         reference = None if folder is None else load_reference(Path(folder), policy, settings.dtype)
+        teachers = {
+            name: load_reference(Path(folder), policy, settings.dtype, role=f"teacher {name}:")
+            for name, folder in command.teacher_directories.items()
+        }
         self._learner = Learner(
-            policy, settings, seed=command.seed, version=command.version, reference=reference
+            policy,
+            settings,
+            seed=command.seed,
+            version=command.version,
+            reference=reference,
+            teachers=teachers,
         )
         self.close()
         directory = settings.publication_directory

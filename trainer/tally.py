@@ -40,6 +40,7 @@ class Tally:
         self.truncated = Mean()
         self.rejected = Mean()
         self.kl = Mean()
+        self.teacher = Mean()
         self.largest: float | None = None
 
     def add_logprobs(self, current: Tensor, behaviour: Tensor, rollout: Tensor) -> None:
@@ -88,6 +89,7 @@ class Tally:
             truncated_share=self.truncated.value or 0.0,
             rejected_share=self.rejected.value or 0.0,
             kl=self.kl.value,
+            teacher_kl=self.teacher.value,
             samples=samples,
             micro_batches=micro_batches,
             tokens=tokens,

@@ -54,6 +54,7 @@ def together(reports: Sequence[StepReport]) -> StepReport:
         truncated_share=mean("truncated_share"),
         rejected_share=mean("rejected_share"),
         kl=known("kl"),
+        teacher_kl=known("teacher_kl"),
         samples=total("samples"),
         micro_batches=total("micro_batches"),
         tokens=total("tokens"),

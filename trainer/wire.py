@@ -31,7 +31,11 @@ class WireSample(msgspec.Struct, frozen=True):
     rollout_logprobs: bytes | None
     experts: tuple[tuple[int, int, int], bytes] | None = None
     """Shape and numbers."""
-    extras: dict[str, bytes] = msgspec.field(default_factory=dict[str, bytes])
+    extras: dict[str, tuple[tuple[int, ...], bytes]] = msgspec.field(
+        default_factory=dict[str, tuple[tuple[int, ...], bytes]]
+    )
+    """Shape and numbers."""
+    teacher: str = ""
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -44,6 +48,8 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     """Of the engines' draft model."""
     reference_directory: str | None = None
     """Of the model that a KL is measured from."""
+    teacher_directories: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    """Of the teachers that are models beside the policy, by name."""
 
 
 class Fit(msgspec.Struct, frozen=True, tag=True):
@@ -136,7 +142,8 @@ def sample_to_wire(sample: Sample) -> WireSample:
         origin=sample.origin,
         rollout_logprobs=None if rollout is None else _bytes(rollout),
         experts=None if sample.experts is None else _experts_to_wire(sample.experts),
-        extras={name: _bytes(known) for name, known in sample.extras.items()},
+        extras={name: (known.shape, _bytes(known)) for name, known in sample.extras.items()},
+        teacher=sample.teacher,
     )
 
 
@@ -151,7 +158,11 @@ def sample_from_wire(wire: WireSample) -> Sample:
         origin=wire.origin,
         rollout_logprobs=None if rollout is None else np.frombuffer(rollout, dtype=np.float32),
         experts=None if wire.experts is None else _experts_from_wire(*wire.experts),
-        extras={name: np.frombuffer(known, dtype=np.float32) for name, known in wire.extras.items()},
+        extras={
+            name: np.frombuffer(known, dtype=np.float32).reshape(shape)
+            for name, (shape, known) in wire.extras.items()
+        },
+        teacher=wire.teacher,
     )
 
 

@@ -82,6 +82,19 @@ Sequence = tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Taught:
+    """What a teacher engine said of the masked tokens of one sequence of T tokens; NaN elsewhere."""
+
+    version: str
+    """Of the teacher, as its engine calls it."""
+    logprobs: Floats
+    """(T,)"""
+    top_ids: Tokens | None = None
+    """(T, K) its likeliest tokens in the same contexts; None: not asked for."""
+    top_logprobs: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """The finished record of one program.
 
@@ -101,6 +114,12 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     experts: tuple[Experts | None, ...] = ()
     """For each sequence what its first tokens were routed to; empty where nothing was recorded."""
+    teacher: str = ""
+    """Who teaches it; empty: nobody."""
+    taught: tuple[Taught | None, ...] = ()
+    """For each sequence what the teacher said of it; empty where no engine was asked."""
+    history: str = ""
+    """Which history its one turn continues, of a program that has no environment and no reward."""
 
     def spans(self) -> Iterator[Span]:
         for sequence in self.sequences:
