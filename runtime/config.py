@@ -261,6 +261,9 @@ class GatewaySettings(Section):
     turn_tokens: int = Field(default=8192, gt=0)
     """Tokens of a reply whose client sets no limit.  KV for as many is kept clear while it is sampled."""
 
+    strict_tools: bool = True
+    """Hold calls to tools that are `strict` to their schemas, or refuse them; false: `strict` is ignored."""
+
     programs: int = Field(default=10_000, gt=0)
     """How many may be there at one time, idle ones included; more are refused."""
 

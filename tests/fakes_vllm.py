@@ -306,8 +306,9 @@ class FakeVllm:
         sampling, context = running.sampling, running.token_ids + running.sampled
         temperature = sampling["temperature"]
         drawn = logprobs_after(self.weights, context[-1], temperature, self.vocabulary)
-        if grammar := sampling.get("structured_outputs"):
-            drawn = _allowed(drawn, END if running.sampled else re.compile(grammar["regex"]))
+        grammar: dict[str, Any] = sampling.get("structured_outputs") or {}
+        if pattern := grammar.get("regex"):
+            drawn = _allowed(drawn, END if running.sampled else re.compile(pattern))
         noise = np.random.default_rng([sampling.get("seed", 0), len(running.sampled)]).gumbel(
             size=self.vocabulary
         )

@@ -80,11 +80,11 @@ class Front:
     ) -> Reply:
         sent = {"data": data} if data is not None else {"json": body}
         async with self.http.post(self.gateway.url + path, headers=headers, **sent) as response:  # pyright: ignore[reportArgumentType]
-            return await _read(response)
+            return await read_reply(response)
 
     async def get(self, path: str, headers: dict[str, str] | None = None) -> Reply:
         async with self.http.get(self.gateway.url + path, headers=headers) as response:
-            return await _read(response)
+            return await read_reply(response)
 
     async def chat(
         self, messages: Sequence[Json], *, headers: dict[str, str] | None = None, **more: object
@@ -104,7 +104,7 @@ def events_of(body: bytes) -> list[Any]:
     return [json.loads(line[6:]) if line != "data: [DONE]" else "[DONE]" for line in lines]
 
 
-async def _read(response: aiohttp.ClientResponse) -> Reply:
+async def read_reply(response: aiohttp.ClientResponse) -> Reply:
     body = await response.read()
     is_json = response.content_type == "application/json"
     return Reply(response.status, dict(response.headers), body, await response.json() if is_json else None)

@@ -109,10 +109,10 @@ def byte_level() -> str:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    return _with_tokens(tokenizer, MARKUP, special=False)
+    return with_tokens(tokenizer, MARKUP, special=False)
 
 
-def _with_tokens(tokenizer: Tokenizer, texts: tuple[str, ...], *, special: bool) -> str:
+def with_tokens(tokenizer: Tokenizer, texts: tuple[str, ...], *, special: bool) -> str:
     tree: dict[str, Any] = json.loads(tokenizer.to_str())
     fresh = count(tokenizer.get_vocab_size())
     for text in texts:
@@ -144,7 +144,7 @@ def word_level() -> str:
     words = ["<unk>", *SPECIALS, "user", "assistant", "system", "tool", "hello", "world", "\n", "a", "b"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    return _with_tokens(tokenizer, ("<unk>", *SPECIALS), special=True)
+    return with_tokens(tokenizer, ("<unk>", *SPECIALS), special=True)
 
 
 def write_folder(

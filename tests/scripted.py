@@ -111,7 +111,8 @@ class ScriptedEngine:
     broken: str = ""
     may_rewrite: bool = False
     """Whether a program may go on with another history."""
-    features: frozenset[Feature] = frozenset()
+    features: frozenset[Feature] = frozenset({Feature.GRAMMAR})
+    """It follows its script, whatever it is asked for."""
     version: str = "0.0"
     refuses: int = 0
     """Status of an answer to each request; 0: none."""

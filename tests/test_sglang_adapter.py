@@ -12,6 +12,7 @@ import pytest
 from sglang_servers import REAL_URL, Served, adapter, request, serving
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.protocol import Engine
+from sostenuto.runtime.engines.sglang.bodies import sampling_params
 from sostenuto.runtime.engines.sglang.engine import SGLangEngine
 from sostenuto.runtime.engines.wire import (
     CommitRequest,
@@ -160,6 +161,12 @@ async def test_a_grammar_shapes_what_is_sampled(engine: SGLangEngine):
     sampling = Sampling(grammar=Grammar(regex="[ab]+"))
     reply = await engine.generate(request("a", prompt(), sampling=sampling))
     assert set(reply.token_ids) <= {0, 1}
+
+
+def test_each_kind_of_grammar_that_it_takes_is_sent_under_its_name():
+    for field in ("json_schema", "regex", "structural_tag"):
+        sent = sampling_params(Sampling(grammar=Grammar.model_validate({field: "x"})), 1)
+        assert {name: sent[name] for name in sent if name in Grammar.model_fields} == {field: "x"}
 
 
 async def test_a_stream_of_spans_is_the_reply_in_parts(engine: SGLangEngine):

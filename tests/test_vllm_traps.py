@@ -138,6 +138,9 @@ async def test_all_of_the_sampling_is_said(worlds: Worlds):
         assert (sent["top_k"], sent["min_p"], sent["presence_penalty"]) == (5, 0.1, 0.5)
         assert (sent["structured_outputs"], sent["ignore_eos"]) == ({"regex": "7"}, False)
 
+        tagged = await bodies_of_one(world, sampling={"grammar": {"structural_tag": "{}"}})
+        assert tagged["sampling_params"]["structured_outputs"] == {"structural_tag": "{}"}
+
 
 async def test_the_models_own_settings_cut_nothing_off_the_distribution(worlds: Worlds):
     replies: list[GenerateReply] = []

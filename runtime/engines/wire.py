@@ -65,11 +65,13 @@ class Grammar(Wire):
     regex: str | None = None
     lark: str | None = None
     """A grammar in Lark's EBNF."""
+    structural_tag: str | None = None
+    """Texts, JSON and tags around them, as JSON in the format of xgrammar."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if len(self.model_dump(exclude_none=True)) != 1:
-            raise ValueError("give exactly one of json_schema, regex and lark")
+            raise ValueError("give exactly one of json_schema, regex, lark and structural_tag")
         return self
 
     @property

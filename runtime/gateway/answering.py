@@ -7,13 +7,13 @@ from functools import partial
 import anyio
 from aiohttp import web
 
-from sostenuto.errors import SostenutoError, lone_error
+from sostenuto.errors import EngineError, SostenutoError, lone_error
 from sostenuto.runtime.engines.wire import Spans, WireSpan
 from sostenuto.runtime.gateway.dialects.dialect import Call, Dialect, Live, LiveDialect, Served
 from sostenuto.runtime.gateway.identity import Identity
 from sostenuto.runtime.gateway.refusing import as_refused, dumped
 from sostenuto.runtime.gateway.sessions import Sessions
-from sostenuto.runtime.gateway.turn import Refused, Told
+from sostenuto.runtime.gateway.turn import Ask, Refused, Told
 from sostenuto.types import Purpose
 
 ID = web.RequestKey("id", str)
@@ -61,9 +61,13 @@ class Answer:
 
     async def _one(self, index: int, spans: Spans | None = None) -> Told:
         once = f"{index}/{self.once}" if self.once else ""
-        resident, told = await self.sessions.ask(
-            self.identity, self.call.asks[index], once=once, join=self.join, spans=spans
-        )
+        ask = self.call.asks[index]
+        try:
+            resident, told = await self.sessions.ask(
+                self.identity, ask, once=once, join=self.join, spans=spans
+            )
+        except EngineError as error:
+            raise _of_grammar(error, ask) or error from None
         self.program_id = resident.session.id
         chain = self.call.chain
         if chain is not None and chain.past is not None:
@@ -93,6 +97,13 @@ class Answer:
             VERSION: str(min((told.version for told in self.told if told.version), default="")),
         }
         return found | ({WAITED: shown} if shown else {})
+
+
+def _of_grammar(error: EngineError, ask: Ask) -> Refused | None:
+    """A grammar that an engine does not take, under the key that asked for it."""
+    if ask.sampling.grammar is None or getattr(error, "status", None) != 400:
+        return None
+    return Refused(f"{ask.held_by}: its schema cannot be held to here ({error})", field=ask.held_by)
 
 
 async def answered(

@@ -76,6 +76,7 @@ class FunctionBody(Body):
     name: Name
     description: Text | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Part(Body):

@@ -95,6 +95,7 @@ def _served(dispatcher: Dispatcher, folder: ModelFolder, settings: GatewaySettin
         created=time_ns() // 10**9,
         renderer=renderer,
         features=lambda: dispatcher.fleet.features,
+        strict_tools=settings.strict_tools,
     )
 
 

@@ -50,7 +50,7 @@ def _refuse_what_training_cannot_recompute(ask: Ask) -> None:
         "repetition_penalty": sampling.repetition_penalty != 1,
         "presence_penalty": sampling.presence_penalty != 0,
         "frequency_penalty": sampling.frequency_penalty != 0,
-        "response_format": sampling.grammar is not None,
+        ask.held_by: sampling.grammar is not None,
     }
     for field, is_wrong in wrong.items():
         if is_wrong:

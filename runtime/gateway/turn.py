@@ -19,6 +19,8 @@ class Ask:
     tools: tuple[ToolSchema, ...] = ()
     sampling: Sampling
     """Its stop tokens are those of the model where `messages` are given."""
+    held_by: str = "response_format"
+    """The key of the body that asks for the grammar of `sampling`."""
     seeded: bool = False
     """Whether the client chose the seed."""
     max_tokens: int | None = None

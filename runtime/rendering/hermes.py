@@ -108,7 +108,7 @@ def _take_call(body: str, start: int, found: _Calls) -> int:
     if not after.startswith(CALL_CLOSE):
         found.problem = f"{which} is not closed with {CALL_CLOSE} right after its JSON object: write {_FORM}"
         return end
-    call = _as_call(value)
+    call = _as_call(value, body[start:end])
     if isinstance(call, str):
         found.problem = f"{which} {call}: write {_FORM}"
     else:
@@ -116,8 +116,8 @@ def _take_call(body: str, start: int, found: _Calls) -> int:
     return len(body) - len(after) + len(CALL_CLOSE)
 
 
-def _as_call(value: object) -> ToolCall | str:
-    """The call, or what is wrong with it."""
+def _as_call(value: object, text: str) -> ToolCall | str:
+    """The call that `text` says, or what is wrong with it."""
     if not isinstance(value, dict):
         return "is not a JSON object"
     fields = cast("dict[str, Any]", value)
@@ -128,7 +128,36 @@ def _as_call(value: object) -> ToolCall | str:
         return ToolCall(name, arguments)
     if not isinstance(arguments, dict):
         return 'has "arguments" that are not an object'
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name, written(cast("Any", arguments), text))
+
+
+def written(arguments: object, text: str) -> str:
+    """Arguments as JSON; as they stand in the call `text` where a number is larger than Python's."""
+    try:
+        return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return _member(text, arguments) or "{}"
+
+
+def _member(text: str, wanted: object) -> str | None:
+    """Of an object's text the part whose value is `wanted`."""
+    position = text.find("{") + 1
+    while position < len(text):
+        try:
+            _, end = _DECODER.raw_decode(text, _after(text, position, ","))
+            begin = _after(text, end, ":")
+            value, position = _DECODER.raw_decode(text, begin)
+        except ValueError:
+            return None
+        if value == wanted:
+            return text[begin:position]
+    return None
+
+
+def _after(text: str, position: int, sign: str) -> int:
+    """Where the next value begins."""
+    rest = text[position:].lstrip().removeprefix(sign).lstrip()
+    return len(text) - len(rest)
 
 
 def _no_constant(name: str) -> float:

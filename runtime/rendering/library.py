@@ -9,11 +9,14 @@ import json
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Protocol, cast
 
 from sostenuto.errors import ConfigError
 from sostenuto.records import Producer
+from sostenuto.runtime.rendering import hermes
+from sostenuto.runtime.rendering.calls import CallForm, read_form
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.hiding import hide_message, hide_tool, texts_of
 from sostenuto.runtime.rendering.renderer import Extension, Piece, Turn
@@ -163,6 +166,21 @@ class LibraryRenderer:
         stops = [index for index, id_ in enumerate(body) if id_ in self.stop_token_ids]
         return body[: stops[0] + 1] if stops else [*body, self.stop_token_ids[0]]
 
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """As `FormsCalls` says."""
+
+        def written(before: tuple[Message, ...], turn: Message) -> str:
+            token_ids = self.write(before, turn, ())
+            ended = token_ids[-1] in self.stop_token_ids
+            return self._vocabulary.decode(token_ids[:-1] if ended else token_ids)
+
+        def parsed(text: str) -> Turn:
+            token_ids = self._vocabulary.encode(text, continues=True)
+            return self.parse([*token_ids, self.stop_token_ids[0]], finished=True)
+
+        return read_form(written, parsed, self._vocabulary.units)
+
     def _render(self, told: list[dict[str, Any]], functions: _Functions, *, generate: bool) -> _Rendered:
         try:
             return self._family.render(told, tools=functions, add_generation_prompt=generate)
@@ -276,12 +294,12 @@ def _told_call(call: ToolCall, index: int) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         arguments = call.arguments
     function: dict[str, Any] = {"name": call.name, "arguments": arguments}
-    return {"type": "function", "id": f"call{index:05d}", "function": function}
+    return {"type": "function", "id": f"functions.{call.name}:{index}", "function": function}
 
 
 def _call(attempt: Any) -> ToolCall:  # noqa: ANN401 - the library's ParsedToolCall
     arguments = attempt.arguments
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else hermes.written(arguments or {}, attempt.raw)
     return ToolCall(str(attempt.name), text)
 
 

@@ -7,11 +7,13 @@ sampled from and the turn's reasoning is still there; else the history was rewri
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from sostenuto.errors import ConfigError
 from sostenuto.records import Producer
 from sostenuto.runtime.rendering import hermes
+from sostenuto.runtime.rendering.calls import CallForm, hermes_form
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.hiding import hide_message, hide_tool, texts_of
 from sostenuto.runtime.rendering.renderer import Extension, Piece, Turn
@@ -107,6 +109,15 @@ class TemplateRenderer:
         body = body[: stop.end()] if stop else body.rstrip()
         ids = self._vocabulary.encode(body, disguise, continues=True)
         return ids if stop else [*ids, self.stop_token_ids[0]]
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """As `FormsCalls` says."""
+        marks = {hermes.THINK_OPEN, hermes.THINK_CLOSE}
+        return hermes_form(
+            opens_reasoning=self.dialect.opens_reasoning,
+            marks_reasoning=marks <= self._vocabulary.control_ids.keys(),
+        )
 
     def _own_form(self, turn: Message, disguise: Disguise) -> str:
         """A turn whose form in history does not begin with the generation prompt."""

@@ -60,11 +60,7 @@ class Vocabulary:
                 f"tokenizer.json: {exc}; save it again with the installed tokenizers library"
             ) from exc
         added = self._tokenizer.get_added_tokens_decoder()
-        self.control_ids = {
-            token.content: id_
-            for id_, token in added.items()
-            if token.content and (token.special or _MARKUP.fullmatch(token.content))
-        }
+        self.control_ids = control_tokens(self._tokenizer)
         longest_first = sorted(self.control_ids, key=len, reverse=True)
         choice = "|".join(re.escape(text) for text in longest_first)
         self._controls = re.compile(choice) if choice else None
@@ -92,6 +88,15 @@ class Vocabulary:
     def controls_in(self, text: str, start: int = 0) -> list[re.Match[str]]:
         """Where disguised `text` holds control tokens from `start` on, in order."""
         return [] if self._controls is None else list(self._controls.finditer(text, start))
+
+    def units(self, text: str) -> list[str]:
+        """Control tokens and single characters."""
+        cut: list[str] = []
+        done = 0
+        for match in self.controls_in(text):
+            cut += [*text[done : match.start()], match[0]]
+            done = match.end()
+        return cut + list(text[done:])
 
     def encode(self, text: str, disguise: Disguise | None = None, *, continues: bool = False) -> list[int]:
         """Ids of disguised `text`; `continues` when it follows other tokens instead of opening a context."""
@@ -146,6 +151,15 @@ class Vocabulary:
     def end(self) -> int:
         """Above the highest id; there may be gaps below."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids of the special tokens and of added ones that look like markup, by their names."""
+    return {
+        token.content: id_
+        for id_, token in tokenizer.get_added_tokens_decoder().items()
+        if token.content and (token.special or _MARKUP.fullmatch(token.content))
+    }
 
 
 def _first_from(encoding: Encoding, first: int, position: int) -> int:

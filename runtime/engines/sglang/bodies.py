@@ -115,4 +115,4 @@ def _truncation(sampling: Sampling) -> Body:
 
 def _grammar(sampling: Sampling) -> Body:
     grammar = sampling.grammar
-    return {"json_schema": grammar.json_schema, "regex": grammar.regex} if grammar else {}
+    return grammar.model_dump(exclude_none=True) if grammar else {}

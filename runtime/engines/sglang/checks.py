@@ -93,6 +93,6 @@ class Checks:
                 "range, or start the engine with a larger --sampling-mask-max-tokens"
             )
         if sampling.grammar is not None and sampling.grammar.lark is not None:
-            raise self.error("grammar.lark: SGLang takes none; use json_schema or regex")
+            raise self.error("grammar.lark: SGLang takes none; use json_schema, regex or structural_tag")
         if sampling.stop_strings and facts.server.skip_tokenizer_init:
             raise self.error("stop_strings: it has no tokenizer; start it without --skip-tokenizer-init")

@@ -94,6 +94,7 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
 
 def _grammar(grammar: Grammar) -> dict[str, str]:
     fields = {"json": grammar.json_schema, "regex": grammar.regex, "grammar": grammar.lark}
+    fields |= {"structural_tag": grammar.structural_tag}
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -10,6 +10,7 @@ from pydantic_core import to_json
 
 from sostenuto.runtime.engines.wire import FinishReason, WireSpan
 from sostenuto.runtime.gateway.bodies import read
+from sostenuto.runtime.gateway.choosing import held_to
 from sostenuto.runtime.gateway.dialects.anthropic_body import MessagesBody, PromptBody
 from sostenuto.runtime.gateway.dialects.dialect import Call, Json, Live, Served
 from sostenuto.runtime.gateway.turn import Ask, Refused, Told
@@ -41,10 +42,13 @@ class AnthropicDialect:
     def read(self, body: Json, served: Served) -> Call:
         wanted = read(MessagesBody, body)
         served.check(wanted.model)
+        choice = wanted.choice()
+        grammar, held_by = held_to(choice, served)
         ask = Ask(
             messages=wanted.conversation(),
-            tools=wanted.schemas(),
-            sampling=wanted.sampling(served.stop_token_ids),
+            tools=choice.tools,
+            sampling=wanted.sampling(served.stop_token_ids, grammar),
+            held_by=held_by,
             max_tokens=wanted.max_tokens,
         )
         return Call(asks=(ask,), streams=bool(wanted.stream), body=wanted, id=f"msg_{uuid4().hex[:24]}")
@@ -156,7 +160,7 @@ def counted(body: Json, served: Served) -> Json:
     """The reply to a request for the number of tokens of a prompt; Refused as a call of it would be."""
     wanted = read(PromptBody, body)
     served.check(wanted.model)
-    pieces = served.renderer.start(wanted.conversation(), wanted.schemas())
+    pieces = served.renderer.start(wanted.conversation(), wanted.choice().tools)
     return {"input_tokens": sum(len(piece.token_ids) for piece in pieces)}
 
 

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sostenuto.runtime.engines.wire import Sampling
+from sostenuto.runtime.engines.wire import Grammar, Sampling
 from sostenuto.runtime.gateway.bodies import Body, FunctionBody, Name, Text, tool_message, tool_of
+from sostenuto.runtime.gateway.choosing import Choice, chosen, strict_of
 from sostenuto.runtime.gateway.turn import Refused
 from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import Message, ToolCall
@@ -46,11 +47,13 @@ class ToolBody(Body):
     name: Name
     description: Text | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ChoiceBody(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingBody(Body):
@@ -78,18 +81,15 @@ class PromptBody(Body):
             )
         return tuple(messages)
 
-    def schemas(self) -> tuple[ToolSchema, ...]:
-        """What the model is told it can call; Refused for a choice of one that is not there."""
-        tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(self.tools or ()))
-        choice = self.tool_choice
-        if choice is None or choice.type == "auto":
-            return tools
-        if choice.type == "none":
-            return ()
-        chosen = tuple(tool for tool in tools if choice.type == "any" or tool.name == choice.name)
-        if not chosen:
-            raise Refused("tool_choice: what it asks for is not among the tools", field="tool_choice")
-        return chosen
+    def choice(self) -> Choice:
+        """Refused for a tool that is none, and for a choice of one that is not there."""
+        given, wanted = self.tools or (), self.tool_choice or ChoiceBody(type="auto")
+        tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(given))
+        strict = strict_of((tool.name, tool.strict) for tool in given)
+        if wanted.type == "tool":
+            return chosen(tools, "required", [wanted.name or ""], several=False, strict=strict)
+        kind = "required" if wanted.type == "any" else wanted.type
+        return chosen(tools, kind, several=not wanted.disable_parallel_tool_use, strict=strict)
 
 
 class MessagesBody(PromptBody):
@@ -106,7 +106,7 @@ class MessagesBody(PromptBody):
         """Only who asks for it expects blocks before the text."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
-    def sampling(self, stop_token_ids: Sequence[int]) -> Sampling:
+    def sampling(self, stop_token_ids: Sequence[int], grammar: Grammar | None = None) -> Sampling:
         stops = tuple(self.stop_sequences or ())
         if not all(stops):
             raise Refused("stop_sequences: an empty one would stop at once", field="stop_sequences")
@@ -116,6 +116,7 @@ class MessagesBody(PromptBody):
             stop_strings=stops,
             top_k=max(0, self.top_k or 0),
             top_p=1.0 if self.top_p is None else self.top_p,
+            grammar=grammar,
         )
 
 

@@ -6,6 +6,7 @@ Beside OpenAI's own keys: `return_token_ids` gives `prompt_token_ids` and each c
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from time import monotonic
 from typing import Annotated, Any, Literal
 from uuid import uuid4
@@ -23,6 +24,7 @@ from sostenuto.runtime.gateway.bodies import (
     read,
     tool_of,
 )
+from sostenuto.runtime.gateway.choosing import Choice, chosen, held_to, strict_of
 from sostenuto.runtime.gateway.dialects.dialect import COMMENT, Call, Json, Live, Served
 from sostenuto.runtime.gateway.dialects.openai import (
     MessageBody,
@@ -38,7 +40,6 @@ from sostenuto.runtime.gateway.dialects.openai import (
 )
 from sostenuto.runtime.gateway.turn import Ask, Refused, Told
 from sostenuto.runtime.gateway.unfolding import Delta, Unfolding
-from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import ToolCall
 
 _CHOICES = 128
@@ -55,6 +56,16 @@ class ToolName(Body):
 
 class ChosenTool(Body):
     function: ToolName
+
+
+class AllowedBody(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=1024)]
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedBody
 
 
 class JsonSchemaBody(Body):
@@ -87,7 +98,8 @@ class ChatBody(SamplingBody):
     model: Text | None = None
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=20_000)]
     tools: Annotated[list[ToolBody], Field(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
     response_format: FormatBody | None = None
     max_tokens: Annotated[int, Field(gt=0, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(gt=0, le=2**31 - 1)] | None = None
@@ -108,11 +120,14 @@ class ChatDialect:
         served.check(chat.model)
         if chat.logit_bias:
             raise Refused("logit_bias is not supported; leave it out", field="logit_bias")
-        grammar = chat.response_format.grammar() if chat.response_format else None
+        choice = _choice(chat)
+        text = chat.response_format.grammar() if chat.response_format else None
+        grammar, held_by = held_to(choice, served, text)
         ask = Ask(
             messages=messages_of(chat.messages),
-            tools=_tools(chat),
+            tools=choice.tools,
             sampling=chat.sampling(served.stop_token_ids, grammar),
+            held_by=held_by,
             seeded=chat.seed is not None,
             max_tokens=chat.max_completion_tokens or chat.max_tokens,
             top_logprobs=(chat.top_logprobs or 0) if chat.logprobs else 0,
@@ -247,18 +262,18 @@ def _logprobs(told: Told, chat: ChatBody, served: Served) -> Json | None:
     return logprobs_json(served.texts.logprobs(reply.token_ids, reply.logprobs, reply.top_logprobs))
 
 
-def _tools(chat: ChatBody) -> tuple[ToolSchema, ...]:
-    """What the model is told it can call; Refused for a choice of one that is not there."""
-    tools = tuple(tool_of(tool.function, f"tools.{i}.function") for i, tool in enumerate(chat.tools or ()))
-    choice = chat.tool_choice
-    if choice == "none":
-        return ()
-    if isinstance(choice, ChosenTool):
-        name = choice.function.name
-        chosen = tuple(tool for tool in tools if tool.name == name)
-        if not chosen:
-            raise Refused(f"tool_choice: {name!r} is not among the tools", field="tool_choice")
-        return chosen
-    if choice == "required" and not tools:
-        raise Refused("tool_choice: there are no tools to choose from", field="tool_choice")
-    return tools
+def _choice(chat: ChatBody) -> Choice:
+    """Refused for a tool that is none, and for a choice of one that is not there."""
+    given = chat.tools or ()
+    tools = tuple(tool_of(tool.function, f"tools.{i}.function") for i, tool in enumerate(given))
+    several = chat.parallel_tool_calls is not False
+    choose = partial(
+        chosen, tools, strict=strict_of(((t.function.name, t.function.strict) for t in given), ".function")
+    )
+    match chat.tool_choice:
+        case ChosenTool() as one:
+            return choose("required", [one.function.name], several=False)
+        case AllowedTools(allowed_tools=allowed):
+            return choose(allowed.mode, [tool.function.name for tool in allowed.tools], several=several)
+        case kind:
+            return choose(kind or "auto", several=several)

@@ -32,6 +32,8 @@ class Served:
     renderer: Renderer
     features: Callable[[], frozenset[Feature]]
     """What all engines have, as they are now."""
+    strict_tools: bool = True
+    """Whether `strict` of a tool is kept to."""
 
     def check(self, model: str | None) -> None:
         """Refused for a model that is not served; none means the one that is."""

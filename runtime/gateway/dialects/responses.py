@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from sostenuto.runtime.engines.wire import FinishReason, WireSpan
 from sostenuto.runtime.gateway.bodies import read
+from sostenuto.runtime.gateway.choosing import held_to
 from sostenuto.runtime.gateway.dialects.dialect import COMMENT, Call, Chain, Json, Live, Served
 from sostenuto.runtime.gateway.dialects.openai import error_json, logprobs_json
 from sostenuto.runtime.gateway.dialects.responses_body import ResponsesBody
@@ -156,10 +157,13 @@ def _ask(body: ResponsesBody, served: Served, past: Past) -> tuple[Ask, Past]:
     """The instructions hold for one call: they are no part of what is kept."""
     known = body.gone_on(past)
     instructions = (Message("system", body.instructions),) if body.instructions else ()
+    choice = body.choice()
+    grammar, held_by = held_to(choice, served, body.grammar(), "text.format")
     ask = Ask(
         messages=instructions + known.messages,
-        tools=body.schemas(),
-        sampling=body.sampling(served.stop_token_ids, body.grammar()),
+        tools=choice.tools,
+        sampling=body.sampling(served.stop_token_ids, grammar),
+        held_by=held_by,
         seeded=body.seed is not None,
         max_tokens=body.max_output_tokens,
         top_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else 0,

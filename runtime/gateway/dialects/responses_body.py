@@ -26,6 +26,7 @@ from sostenuto.runtime.gateway.bodies import (
     tool_message,
     tool_of,
 )
+from sostenuto.runtime.gateway.choosing import Choice, chosen, strict_of
 from sostenuto.runtime.gateway.replies import Past
 from sostenuto.runtime.gateway.turn import Refused
 from sostenuto.tools.wire import ToolSchema
@@ -74,11 +75,8 @@ class ChoiceBody(Body):
 
     type: Literal["function", "allowed_tools"]
     name: Text | None = None
+    mode: Literal["auto", "required"] = "auto"
     tools: list[NamedBody] | None = None
-
-    @property
-    def names(self) -> set[str | None]:
-        return {self.name} if self.type == "function" else {tool.name for tool in self.tools or ()}
 
 
 class FormatBody(Body):
@@ -138,18 +136,18 @@ class ResponsesBody(SamplingBody):
             check_schema(schema, "text.format.schema")
         return Grammar(json_schema=json.dumps(schema))
 
-    def schemas(self) -> tuple[ToolSchema, ...]:
-        """What the model is told it can call; Refused for a choice of one that is not there."""
-        tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(self.tools or ()))
-        choice = self.tool_choice
-        if choice is None or choice == "auto":
-            return tools
-        if choice == "none":
-            return ()
-        chosen = tuple(t for t in tools if choice == "required" or t.name in choice.names)
-        if not chosen:
-            raise Refused("tool_choice: what it asks for is not among the tools", field="tool_choice")
-        return chosen
+    def choice(self) -> Choice:
+        """Refused for a tool that is none, and for a choice of one that is not there."""
+        given, wanted = self.tools or (), self.tool_choice
+        tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(given))
+        strict = strict_of((tool.name, tool.strict) for tool in given)
+        several = self.parallel_tool_calls is not False
+        if not isinstance(wanted, ChoiceBody):
+            return chosen(tools, wanted or "auto", several=several, strict=strict)
+        if wanted.type == "function":
+            return chosen(tools, "required", [wanted.name or ""], several=False, strict=strict)
+        names = [tool.name or "" for tool in wanted.tools or ()]
+        return chosen(tools, wanted.mode, names, several=several, strict=strict)
 
     def gone_on(self, past: Past) -> Past:
         """The past and what is new, without the instructions; Refused for an item that cannot be read."""

@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 from sostenuto.runtime.engines.embedded.grammar.vocabulary import special_ids, token_bytes
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.wire import Grammar
+from sostenuto.runtime.rendering.vocabulary import control_tokens
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -40,7 +42,9 @@ class Grammars:
         self._size = size
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._places = anyio.Semaphore(_AT_ONCE)
-        self._vocabulary: LLTokenizer | None = None
+        self._controls = {name: id_ for name, id_ in control_tokens(tokenizer).items() if id_ < size}
+        self._vocabularies: dict[bool, LLTokenizer] = {}
+        """By whether control tokens are no text in it."""
         self._reading = threading.Lock()
 
     async def guide(self, grammar: Grammar, stop_ids: frozenset[int]) -> "Guide":
@@ -75,7 +79,7 @@ class Grammars:
         return matcher
 
     async def _compile(self, field: str, text: str) -> "LLMatcher":
-        if (problem := await _tried(field, text)) is not None:
+        if (problem := await _tried(field, text, self._controls_of(field))) is not None:
             raise _refused(field, problem)
         try:
             return await anyio.to_thread.run_sync(self._compile_here, field, text, abandon_on_cancel=True)
@@ -85,12 +89,18 @@ class Grammars:
     def _compile_here(self, field: str, text: str) -> "LLMatcher":
         from sostenuto.runtime.engines.embedded.grammar.matching import matcher_of, tokenizer_of
 
+        controls = self._controls_of(field)
         with self._reading:
-            if self._vocabulary is None:
+            if bool(controls) not in self._vocabularies:
                 tokens = token_bytes(self._tokenizer, self._size)
-                special = [token for token in special_ids(self._tokenizer) if token < self._size]
-                self._vocabulary = tokenizer_of(tokens, special, self._encode)
-        return matcher_of(field, text, self._vocabulary)
+                special = {token for token in special_ids(self._tokenizer) if token < self._size}
+                special |= set(controls.values())
+                self._vocabularies[bool(controls)] = tokenizer_of(tokens, sorted(special), self._encode)
+        return matcher_of(field, text, self._vocabularies[bool(controls)], controls)
+
+    def _controls_of(self, field: str) -> dict[str, int]:
+        """The tokens that a grammar of this kind writes by their names."""
+        return self._controls if field == "structural_tag" else {}
 
     def _begin(self, matcher: "LLMatcher", stop_ids: frozenset[int]) -> "Guide":
         from sostenuto.runtime.engines.embedded.grammar.guide import Guide
@@ -101,10 +111,10 @@ class Grammars:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
-async def _tried(field: str, text: str) -> str | None:
+async def _tried(field: str, text: str, controls: Iterable[str]) -> str | None:
     """What is wrong with a grammar, found out where it can do no harm."""
     done = await anyio.run_process(
-        [sys.executable, "-m", _TRIAL], input=json.dumps([field, text]).encode(), check=False
+        [sys.executable, "-m", _TRIAL], input=json.dumps([field, text, [*controls]]).encode(), check=False
     )
     if done.returncode < 0:
         return "it nests too deeply, or takes too much memory or time to compile"

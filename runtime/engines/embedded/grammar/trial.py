@@ -1,7 +1,8 @@
 """`python -m sostenuto.runtime.engines.embedded.grammar.trial`: whether a grammar can be served.
 
-Reads [kind, text] as JSON, compiles the grammar over single bytes and writes along it for some tokens.
-Writes {"problem": null, or what is wrong} as JSON.  A grammar that ends the process cannot be served.
+Reads [kind, text, names of control tokens] as JSON, compiles the grammar over single bytes and writes
+along it for some tokens.  Writes {"problem": null, or what is wrong} as JSON.  A grammar that ends the
+process cannot be served.
 """
 
 import json
@@ -24,19 +25,21 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    kind, text = json.load(sys.stdin)
+    kind, text, controls = json.load(sys.stdin)
     threading.stack_size(_STACK_BYTES)
     found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(_problem(kind, text)))
+    thread = threading.Thread(target=lambda: found.append(_problem(kind, text, controls)))
     thread.start()
     thread.join()
     sys.stdout.write(json.dumps({"problem": found[0]}))
 
 
-def _problem(kind: str, text: str) -> str | None:
-    tokenizer = tokenizer_of([bytes([byte]) for byte in range(256)], [], lambda text: list(text.encode()))
+def _problem(kind: str, text: str, controls: list[str]) -> str | None:
+    ids = {name: 256 + place for place, name in enumerate(controls)}
+    tokens = [*(bytes([byte]) for byte in range(256)), *(name.encode() for name in controls)]
+    tokenizer = tokenizer_of(tokens, list(ids.values()), lambda text: list(text.encode()))
     try:
-        guide = Guide(matcher_of(kind, text, tokenizer), 256, frozenset())
+        guide = Guide(matcher_of(kind, text, tokenizer, ids), len(tokens), frozenset())
     except ValueError as error:
         return str(error)
     generator = random.Random(0)

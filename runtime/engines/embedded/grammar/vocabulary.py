@@ -31,9 +31,11 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
 
 
 def _anchor(tokenizer: Tokenizer, size: int) -> int:
-    """A token that is one letter and nothing else."""
+    """A token that is one letter and nothing else; not a byte, which would be one character with others."""
     for token in range(size):
-        if tokenizer.decode([token], skip_special_tokens=False) in string.ascii_letters:
+        letter = tokenizer.decode([token], skip_special_tokens=False)
+        is_byte = _BYTE.fullmatch(tokenizer.id_to_token(token) or "")
+        if letter and letter in string.ascii_letters and not is_byte:
             return token
     return 0
 

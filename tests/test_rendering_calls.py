@@ -1,0 +1,106 @@
+"""The forms in which models write calls: what a form writes is read as what was meant."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+import rendering_models as small
+from sostenuto.runtime.rendering.calls import FormsCalls
+from sostenuto.runtime.rendering.choice import open_renderer
+from sostenuto.runtime.rendering.folder import ModelFolder
+from sostenuto.runtime.rendering.library import LibraryRenderer, _create, _Tokenizer  # pyright: ignore[reportPrivateUsage]
+from sostenuto.runtime.rendering.vocabulary import Vocabulary
+from sostenuto.types import ToolCall
+
+_DEEPSEEK = ["begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant", "tool▁sep"] + [
+    f"tool▁{what}▁{side}" for what in ("calls", "call", "outputs", "output") for side in ("begin", "end")
+]
+CONTROLS = {
+    "qwen3": (),
+    "kimi-k2": (
+        "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "[BOS]", "[EOS]",
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    ),
+    "llama-3": (
+        "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>",
+        "<|python_tag|>", "<|end_of_text|>",
+    ),
+    "deepseek-v3": tuple(f"<\uff5c{name}\uff5c>" for name in _DEEPSEEK),
+    "qwen3.5": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+}  # fmt: skip
+CALLS = [ToolCall("find.it", '{"größe": [1, {"a": "</tool_call>"}]}'), ToolCall("look", "{}")]
+
+
+def renderer_of(family: str, place: Path) -> LibraryRenderer:
+    """As the library has it, over a small tokenizer that has its control tokens."""
+    tokenizer = Tokenizer.from_str(small.byte_level())
+    text = small.with_tokens(tokenizer, (*small.MARKUP, *CONTROLS[family]), special=False)
+    folder = ModelFolder.open(small.write_folder(place, tokenizer=text))
+    vocabulary = Vocabulary(folder.tokenizer_json)
+    return LibraryRenderer(_create(family, _Tokenizer(folder, vocabulary)), vocabulary, wrapped_tools=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "several"), [("qwen3", 2), ("deepseek-v3", 2), ("kimi-k2", 1), ("llama-3", 1)]
+)
+def test_what_the_form_of_a_family_writes_is_read_as_it_is_meant(tmp_path: Path, family: str, several: int):
+    renderer = renderer_of(family, tmp_path)
+    form = renderer.call_form
+    assert form is not None
+    assert (form.separator is not None) == (several > 1)
+    vocabulary = Vocabulary(ModelFolder.open(tmp_path).tokenizer_json)
+    for calls in ([*CALLS[:several]], CALLS[1:]):
+        disguised = form.written([ToolCall(call.name, "{}") for call in calls])
+        ids = [*vocabulary.encode(disguised, continues=True), renderer.stop_token_ids[0]]
+        turn = renderer.parse(ids, finished=True)
+        assert (turn.problem, turn.message.content) == (None, "")
+        assert [call.name for call in turn.message.tool_calls] == [call.name for call in calls]
+
+
+def test_calls_that_llama_writes_have_no_mark_of_their_own(tmp_path: Path):
+    form = renderer_of("llama-3", tmp_path).call_form
+    assert form is not None
+    assert form.trigger == ""
+
+
+def test_arguments_that_are_spelled_out_have_no_form(tmp_path: Path):
+    assert renderer_of("qwen3.5", tmp_path).call_form is None
+
+
+@pytest.mark.parametrize(
+    ("template", "tokenizer", "form"),
+    [
+        (small.CHATML, small.byte_level, ("", ("<think>\n", "</think>\n\n"))),
+        (small.CHATML, small.prefixed, ("", None)),
+        (
+            small.CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}"),
+            small.byte_level,
+            (None, ("", "</think>\n\n")),
+        ),
+    ],
+)
+def test_reasoning_has_a_place_where_its_marks_are_tokens(
+    tmp_path: Path, template: str, tokenizer: Callable[[], str], form: tuple[object, object]
+):
+    renderer = open_renderer(ModelFolder.open(small.write_folder(tmp_path, template, tokenizer())))
+    assert isinstance(renderer, FormsCalls)
+    found = renderer.call_form
+    assert found is not None
+    assert (found.lead, found.thinking) == form
+
+
+def test_numbers_that_no_float_holds_stay_as_they_were_written(tmp_path: Path):
+    for renderer in (
+        renderer_of("qwen3", tmp_path / "a"),
+        open_renderer(ModelFolder.open(small.write_folder(tmp_path / "b"))),
+    ):
+        vocabulary = Vocabulary(small.byte_level())
+        text = '<tool_call>\n{"name": "a", "arguments": {"x": 1e999, "y": [-2E+400]}}\n</tool_call>'
+        turn = renderer.parse(vocabulary.encode(text, continues=True), finished=True)
+        (call,) = turn.message.tool_calls
+        assert call.arguments == '{"x": 1e999, "y": [-2E+400]}'
+        assert json.loads(call.arguments)["x"] == float("inf")
