@@ -60,11 +60,11 @@ def no_gradient(
 
 def logprobs(policy: Policy, token_ids: list[int], start: int, experts: NDArray[np.int16] | None) -> Tensor:
     """Of token_ids[start:], as the trainer computes them."""
-    columns = torch.arange(start - 1, len(token_ids) - 1)
-    given = None if experts is None else torch.tensor(experts[None, : len(token_ids) - 1])
-    ids = torch.tensor([token_ids])
-    features = policy.features(ids[:, :-1], torch.zeros_like(columns), columns, experts=given)
-    return policy.logits(features).log_softmax(-1).gather(1, ids[0, start:, None])[:, 0]
+    positions = torch.arange(start - 1, len(token_ids) - 1)
+    given = None if experts is None else torch.tensor(experts[: len(token_ids) - 1])
+    ids = torch.tensor(token_ids)
+    features = policy.features(ids[:-1], (len(ids) - 1,), positions, experts=given)
+    return policy.logits(features).log_softmax(-1).gather(1, ids[start:, None])[:, 0]
 
 
 def test_the_experts_of_every_computed_token_come_back(desk: Desk, folder: Path):

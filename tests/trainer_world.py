@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from sostenuto.records import Producer, Span, Trajectory, VersionSpan
 from sostenuto.trainer.learner import Learner
@@ -40,6 +40,12 @@ def write_gpt2(folder: Path) -> Path:
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return _save(_transformers.GPT2LMHeadModel(config), folder, 20)
+
+
+def write_any(folder: Path, config: PreTrainedConfig, *, texts: int, seed: int = 0) -> Path:
+    """A random model of the given architecture."""
+    seed_everything(seed)
+    return _save(_transformers.AutoModelForCausalLM.from_config(config), folder, texts)
 
 
 def write_bigram(folder: Path, table: dict[int, dict[int, float]], *, size: int) -> Path:

@@ -1,10 +1,9 @@
-"""Micro-batches by a token budget, padded on the right.  No torch.
+"""Micro-batches by a token budget: sequences one after the other, without padding.  No torch.
 
 - Every sample is in exactly one micro-batch.
-- Padding never takes part: attention is causal, so no real token sees what stands to its right, and only
-  masked positions are read.
+- Positions that predict nothing recorded, from the last masked token on, do not run at all.
 
-Suffixes: B = sequences of a micro-batch, T = its longest sequence, M = its masked tokens.
+Suffixes: N = tokens of a micro-batch, M = its masked tokens.
 """
 
 from collections.abc import Mapping
@@ -19,20 +18,23 @@ from sostenuto.trainer.samples import Sample
 
 Indices = NDArray[np.int64]
 
-# A sequence shorter than this share of the longest one starts a micro-batch of its own kind.
+# Where a model pads, a sequence shorter than this share of the longest one goes elsewhere.
 _SHORTEST_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Masked token m stands at column `columns[m]` + 1 of row `rows[m]` and is predicted from that column."""
+    """Masked token m is of sequence `sequences[m]` and is predicted from the token at `positions[m]` of N."""
 
     indices: tuple[int, ...]
-    """Which samples, row by row."""
+    """Which samples, one sequence each."""
     token_ids: Indices
-    """(B, T), zeros as padding."""
-    rows: Indices
-    columns: Indices
+    """(N,), sequence after sequence."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, N together."""
+    sequences: Indices
+    """(M,) which sequence a token is of."""
+    positions: Indices
     targets: Indices
     behaviour: Floats
     """(M,) the engine's log-probabilities; NaN in demonstrations."""
@@ -43,27 +45,45 @@ class MicroBatch:
     """(M,) of the token in the batch's loss."""
     fresh: NDArray[np.bool_]
     """(M,) sampled under exactly the weights that the trainer holds."""
-    sequences: Indices
-    """(M,) which sequence of the micro-batch a token is of."""
     extras: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     """(M,) or (M, K) each, of the masked tokens; NaN where a sample has none of that name."""
     teacher: str = ""
     """Of all its samples."""
     experts: Experts | None = None
-    """(B, T, layers with a router, experts a token), -1 where none are known; None: of no sample."""
+    """(N, layers with a router, experts a token), -1 where none are known; None: of no sample."""
 
     def extra(self, name: str) -> Floats | None:
         """(M,) or (M, K); None where no sample has it."""
         return self.extras.get(name)
 
 
-def plan(lengths: list[int], budget_tokens: int) -> list[list[int]]:
-    """Cut samples, longest first, into micro-batches of at most `budget_tokens` padded tokens.
+def plan(lengths: list[int], budget_tokens: int, *, padded: bool = False) -> list[list[int]]:
+    """Cut samples, longest first, into micro-batches of at most `budget_tokens`.
 
-    A sample above the budget goes alone.  At most half of a micro-batch is padding.
+    A sample above the budget goes alone.  `padded`: for a model that pads each sequence to the longest; then
+    padding counts, and is at most half of a micro-batch.
     """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return (_padded if padded else _packed)(order, lengths, budget_tokens)
+
+
+def _packed(order: list[int], lengths: list[int], budget_tokens: int) -> list[list[int]]:
+    """Each into the first micro-batch that has room."""
     batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    room: list[int] = []
+    for index in order:
+        place = next((i for i, free in enumerate(room) if lengths[index] <= free), len(batches))
+        if place == len(batches):
+            batches.append([])
+            room.append(budget_tokens)
+        batches[place].append(index)
+        room[place] -= lengths[index]
+    return batches
+
+
+def _padded(order: list[int], lengths: list[int], budget_tokens: int) -> list[list[int]]:
+    batches: list[list[int]] = []
+    for index in order:
         current = batches[-1] if batches else []
         longest = lengths[current[0]] if current else 0
         fits = bool(current) and (len(current) + 1) * longest <= budget_tokens
@@ -85,28 +105,25 @@ def by_teacher(samples: list[Sample], indices: list[int]) -> list[list[int]]:
 def collate(samples: list[Sample], indices: list[int], weights: list[float], fresh: list[bool]) -> MicroBatch:
     """The arrays of one micro-batch; `weights` and `fresh` are per sample of the whole batch."""
     chosen = [samples[index] for index in indices]
-    token_ids = np.zeros((len(chosen), max(len(sample) for sample in chosen)), dtype=np.int64)
-    for row, sample in enumerate(chosen):
-        token_ids[row, : len(sample)] = sample.token_ids
-    positions = [np.flatnonzero(sample.mask) for sample in chosen]
-    counts = [len(found) for found in positions]
-    rows = np.repeat(np.arange(len(chosen), dtype=np.int64), counts)
-    columns = np.concatenate(positions).astype(np.int64) - 1
+    masked = [np.flatnonzero(sample.mask) for sample in chosen]
+    lengths = [int(found[-1]) for found in masked]
+    starts = np.cumsum([0, *lengths[:-1]])
+    counts = [len(found) for found in masked]
     return MicroBatch(
         indices=tuple(indices),
-        token_ids=token_ids,
-        rows=rows,
-        columns=columns,
-        targets=token_ids[rows, columns + 1],
+        token_ids=_joined([s.token_ids[:n] for s, n in zip(chosen, lengths, strict=True)]),
+        lengths=tuple(lengths),
+        sequences=np.repeat(np.arange(len(chosen), dtype=np.int64), counts),
+        positions=_joined([start + found - 1 for start, found in zip(starts, masked, strict=True)]),
+        targets=_joined([sample.token_ids[sample.mask] for sample in chosen]),
         behaviour=np.concatenate([sample.logprobs[sample.mask] for sample in chosen]),
         rollout=np.concatenate([_rollout(sample) for sample in chosen]),
         advantages=np.concatenate([sample.advantages[sample.mask] for sample in chosen]),
         weights=np.repeat(np.array([weights[i] for i in indices], dtype=np.float32), counts),
         fresh=np.repeat(np.array([fresh[i] for i in indices], dtype=np.bool_), counts),
-        sequences=rows,
         extras=_extras(chosen),
         teacher=chosen[0].teacher,
-        experts=_experts(chosen, token_ids.shape[1]),
+        experts=_experts(chosen, lengths),
     )
 
 
@@ -125,17 +142,27 @@ def _extra(sample: Sample, name: str, width: tuple[int, ...]) -> Floats:
     return known[sample.mask]
 
 
-def _experts(samples: list[Sample], longest: int) -> Experts | None:
+def _joined(parts: list[NDArray[np.int32]] | list[Indices]) -> Indices:
+    return np.concatenate(parts).astype(np.int64)
+
+
+def _experts(samples: list[Sample], lengths: list[int]) -> Experts | None:
     known = {sample.experts.shape[1:] for sample in samples if sample.experts is not None}
     if not known:
         return None
     if len(known) > 1:
         raise RecordError(f"experts: samples of different models in one batch, {sorted(known)} a token")
-    experts = np.full((len(samples), longest, *known.pop()), -1, dtype=np.int16)
-    for row, sample in enumerate(samples):
-        if sample.experts is not None:
-            experts[row, : len(sample.experts)] = sample.experts
-    return experts
+    shape = known.pop()
+    return np.concatenate(
+        [_routed(sample.experts, n, shape) for sample, n in zip(samples, lengths, strict=True)]
+    )
+
+
+def _routed(experts: Experts | None, length: int, shape: tuple[int, ...]) -> Experts:
+    whole = np.full((length, *shape), -1, dtype=np.int16)
+    if experts is not None:
+        whole[: len(experts)] = experts[:length]
+    return whole
 
 
 def _rollout(sample: Sample) -> Floats:

@@ -67,7 +67,7 @@ class Drafter:
     def _batches(self, samples: list[Sample]) -> list[MicroBatch]:
         context = self.model.context_tokens or max(map(len, samples), default=0)
         fits = [i for i, sample in enumerate(samples) if sample.masked_tokens and len(sample) <= context]
-        groups = plan([len(samples[i]) for i in fits], self._microbatch_tokens)
+        groups = plan([len(samples[i]) for i in fits], self._microbatch_tokens, padded=not self.model.packs)
         flat, old = [1.0] * len(samples), [False] * len(samples)
         batches = [collate(samples, [fits[i] for i in group], flat, old) for group in groups]
         return [replace(batch, experts=None) for batch in batches]

@@ -206,11 +206,14 @@ class Learner:
         batches = [
             collate(samples, [same[i] for i in group], weights, fresh)
             for same in by_teacher(samples, trained)
-            for group in plan([len(samples[index]) for index in same], self.settings.microbatch_tokens)
+            for group in self._plan([len(samples[index]) for index in same])
         ]
         if self.settings.routing_replay:
             return batches
         return [replace(batch, experts=None) for batch in batches]
+
+    def _plan(self, lengths: list[int]) -> list[list[int]]:
+        return plan(lengths, self.settings.microbatch_tokens, padded=not self.policy.packs)
 
     def _scored(self, samples: list[Sample], score: Callable[[MicroBatch], Tensor]) -> list[NDArray[Any]]:
         """What `score` finds for the masked tokens of each sample, in the order of the samples."""

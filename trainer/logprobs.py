@@ -1,7 +1,7 @@
 """Log-probabilities of recorded tokens under the present weights.  Nothing is sampled.
 
-Token t is predicted from position t - 1, from one causal forward over the whole sequence.  Only masked
-positions reach the output layer, in chunks, in float32.  Suffix M: masked tokens.
+Token t is predicted from position t - 1, from one causal forward over the whole
+sequence.  Only masked positions reach the output layer, in chunks, in float32.  Suffix M: masked tokens.
 """
 
 from collections.abc import Callable
@@ -68,10 +68,9 @@ def _in_chunks(policy: Policy, batch: MicroBatch, score: Callable[[Tensor, Tenso
 
 
 def _features(policy: Policy, batch: MicroBatch) -> Tensor:
-    # The last column predicts nothing that was recorded.
-    experts = None if batch.experts is None else as_tensor(batch.experts[:, :-1])
-    rows, columns = as_tensor(batch.rows), as_tensor(batch.columns)
-    return policy.features(as_tensor(batch.token_ids[:, :-1]), rows, columns, experts=experts)
+    experts = None if batch.experts is None else as_tensor(batch.experts)
+    token_ids, positions = as_tensor(batch.token_ids), as_tensor(batch.positions)
+    return policy.features(token_ids, batch.lengths, positions, experts=experts)
 
 
 def _by_chunk(

@@ -2,8 +2,12 @@
 
 - Ids beyond the tokenizer have no text; they are cut out of every distribution, as the engine does.
 - Dropout is off: a log-probability is the one that the engine would give.
+- Sequences run packed, one after the other, where a probe shows that none of them sees another; else padded.
+
+Suffixes: N = tokens of all sequences, M = the positions asked for.
 """
 
+import inspect
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,13 +19,20 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sostenuto.errors import ConfigError, RecordError
+from sostenuto.errors import ConfigError, RecordError, Unsupported
+from sostenuto.trainer import packing
 from sostenuto.trainer.quantization import Format, compute_with, fake_quantize, quantized_weights
-from sostenuto.trainer.routing import Routers, find_routers
+from sostenuto.trainer.routing import UNKNOWN, Routers, find_routers
+from sostenuto.trainer.tensors import split
 
 _PROBE_TOKENS = 8
+_PROBE_LENGTHS = (5, 3, 3)
+# Relative difference that the order of sums explains; a sequence that saw another is far beyond.
+_ROUNDING = {torch.bfloat16: 5e-2}
+_ROUNDING_ELSE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +45,8 @@ class Policy:
     module: PreTrainedModel
     tokenizer_size: int
     plain_head: bool
+    packs: bool = False
+    """Whether `features` runs sequences without padding."""
     routers: Routers | None = None
     """Of a mixture-of-experts model whose experts can be replayed."""
 
@@ -62,19 +75,39 @@ class Policy:
         cast("Any", self.module).save_pretrained(str(directory))
 
     def features(
-        self, token_ids: Tensor, rows: Tensor, columns: Tensor, *, experts: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        lengths: tuple[int, ...],
+        positions: Tensor,
+        *,
+        experts: Tensor | None = None,
     ) -> Tensor:
-        """What `logits` needs at the given positions (M, ...) of right-padded `token_ids` (B, T).
+        """What `logits` needs at `positions` (M,) of `token_ids` (N,), sequences of `lengths`; (M, ...).
 
-        `experts` (B, T, layers with a router, experts of a token) are run in place of the model's choice.
+        `experts` (N, layers with a router, experts of a token) are run in place of the model's choice.
         """
-        # No attention mask: right padding is to the right of every real token, and attention is causal.
+        run = self._packed if self.packs else self._padded
+        return run(token_ids, lengths, experts)[positions]
+
+    def _packed(self, token_ids: Tensor, lengths: tuple[int, ...], experts: Tensor | None) -> Tensor:
         with self._replaying(experts):
-            output: Any = (_decoder(self.module) if self.plain_head else self.module)(
-                input_ids=token_ids, use_cache=False
-            )
-        states: Tensor = output.last_hidden_state if self.plain_head else output.logits
-        return states[rows, columns]
+            return _states(self._model, token_ids.unsqueeze(0), **_boundaries(lengths))[0]
+
+    def _padded(self, token_ids: Tensor, lengths: tuple[int, ...], experts: Tensor | None) -> Tensor:
+        """No attention mask: padding is to the right of every real token, and attention is causal."""
+        rows = pad_sequence(_sequences(token_ids, lengths), batch_first=True)
+        real = torch.arange(rows.shape[1]) < torch.tensor(lengths)[:, None]
+        if experts is not None:
+            experts = pad_sequence(
+                _sequences(experts, lengths), batch_first=True, padding_value=UNKNOWN
+            ).flatten(0, 1)
+        with self._replaying(experts):
+            return _states(self._model, rows)[real.to(rows.device)]
+
+    @property
+    def _model(self) -> nn.Module:
+        """What `features` runs."""
+        return _decoder(self.module) if self.plain_head else self.module
 
     def _replaying(self, experts: Tensor | None) -> AbstractContextManager[None]:
         if experts is None:
@@ -82,10 +115,10 @@ class Policy:
         routers = self.routers
         if routers is None:
             raise RecordError(f"experts: {self.architecture} has no routers that can replay; leave them out")
-        found, needed = list(experts.shape[2:]), [routers.layers, routers.top_k]
+        found, needed = list(experts.shape[1:]), [routers.layers, routers.top_k]
         if found != needed:
             raise RecordError(f"experts: {found} layers and experts of a token, the model has {needed}")
-        return routers.replaying(experts.flatten(0, 1))
+        return routers.replaying(experts)
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits (M, tokenizer size) of `features`, float32 or better."""
@@ -102,7 +135,9 @@ def load_policy(directory: Path, dtype: str, quantization: Format | None = None)
     if quantization is not None:
         for weight in quantized_weights(module):
             compute_with(weight, partial(fake_quantize, weight.tensor, quantization))
-    return Policy(module, min(size, _rows(module)), _has_plain_head(module), find_routers(module))
+    plain = _has_plain_head(module)
+    packs = _learns_to_pack(module)
+    return Policy(module, min(size, _rows(module)), plain, packs, find_routers(module))
 
 
 def load_reference(directory: Path, policy: Policy, dtype: str, *, role: str = "reference") -> Policy:
@@ -167,6 +202,62 @@ def _decoder(module: PreTrainedModel) -> nn.Module:
 
 def _head(module: PreTrainedModel) -> nn.Module:
     return cast("nn.Module", module.get_output_embeddings())
+
+
+def _states(model: nn.Module, token_ids: Tensor, **boundaries: object) -> Tensor:
+    """Last hidden states, or logits where `model` has an output layer, of `token_ids` (B, T); (B, T, ...)."""
+    output: Any = model(input_ids=token_ids, use_cache=False, **boundaries)
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state
+
+
+def _boundaries(lengths: tuple[int, ...]) -> dict[str, object]:
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return {"position_ids": positions.unsqueeze(0), "sequence_lengths": lengths}
+
+
+def _sequences(packed: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+    return list(split(packed, list(lengths)))
+
+
+def _learns_to_pack(module: PreTrainedModel) -> bool:
+    """Give `module` the packed attention if sequences in one row then come out as each alone does.
+
+    Otherwise, say for one that adds a bias by distance or carries a state from token to token, it stays as it
+    is.
+    """
+    default = _attention(module)
+    token_ids = torch.arange(sum(_PROBE_LENGTHS)) % _rows(module)
+    with torch.no_grad():
+        alone = [_states(_decoder(module), part[None])[0] for part in _sequences(token_ids, _PROBE_LENGTHS)]
+        try:
+            _use_attention(module, packing.NAME)
+            packed = _probe_packed(module, token_ids)
+        except (Unsupported, TypeError):
+            packed = None
+    if packed is not None and _agree(packed, torch.cat(alone)):
+        return True
+    _use_attention(module, default)
+    return False
+
+
+def _probe_packed(module: PreTrainedModel, token_ids: Tensor) -> Tensor | None:
+    decoder = _decoder(module)
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return None
+    return _states(decoder, token_ids[None], **_boundaries(_PROBE_LENGTHS))[0]
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    difference = (found - expected).double().square().sum() / expected.double().square().sum()
+    return float(difference) ** 0.5 <= _ROUNDING.get(found.dtype, _ROUNDING_ELSE)
+
+
+def _attention(module: PreTrainedModel) -> str:
+    return str(cast("Any", module.config)._attn_implementation)  # noqa: SLF001 - it has no public name
+
+
+def _use_attention(module: PreTrainedModel, name: str) -> None:
+    cast("Any", module).set_attn_implementation(name)
 
 
 def _has_plain_head(module: PreTrainedModel) -> bool:

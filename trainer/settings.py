@@ -68,7 +68,7 @@ class LearnerSettings(Section):
     """Bound on the global norm of a step's gradient."""
 
     microbatch_tokens: int = Field(default=4096, gt=0)
-    """Padded tokens that go through the model at once.  No effect on the gradient; bounds memory."""
+    """Tokens that go through the model at once.  No effect on the gradient; bounds memory."""
 
     quantization: Literal["int8", "fp8", "nvfp4"] | None = None
     """Compute with matrices as an engine of this quantization has them; what is published stays whole.

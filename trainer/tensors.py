@@ -63,8 +63,14 @@ def seed_everything(seed: int) -> None:
     _torch.manual_seed(seed)
 
 
-def split(tensor: Tensor, rows: int) -> tuple[Tensor, ...]:
+def split(tensor: Tensor, rows: int | list[int]) -> tuple[Tensor, ...]:
+    """Pieces of as many rows, or of as many as each entry says."""
     return cast("Any", tensor).split(rows)
+
+
+def unflatten(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """With the first dimension cut into `sizes`."""
+    return cast("Any", tensor).unflatten(0, sizes)
 
 
 def recomputed(function: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
