@@ -14,7 +14,7 @@ turns = 6
 
 import importlib
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -27,6 +27,7 @@ from sostenuto.envs.task import Tasks
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig, Section, load_toml
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, WarmStart
+from sostenuto.runtime.jobs.teacher import Teacher
 from sostenuto.runtime.models import resolve_model
 from sostenuto.trainer.algorithms import GRPO, AnyAlgorithm
 from sostenuto.trainer.settings import LearnerSettings
@@ -102,6 +103,7 @@ class TrainFile(_JobFile):
     algorithm: AnyAlgorithm = GRPO()
     reference: str | None = None
     """As `model`; of the model that `algorithm.kl` is measured from."""
+    teachers: tuple[Teacher, ...] = ()
     learner: LearnerSettings = LearnerSettings()
     warm_start: WarmStart | None = None
 
@@ -121,11 +123,13 @@ class TrainFile(_JobFile):
             "eval_tasks",
             "model",
             "reference",
+            "teachers",
         }
         return RLJob(
             env=environment,
             model=await resolve_model(self.model),
             reference=None if self.reference is None else await resolve_model(self.reference),
+            teachers=tuple([replace(t, model=await resolve_model(str(t.model))) for t in self.teachers]),
             tasks=self.tasks.load(environment),
             eval_tasks=self.eval_tasks.load(environment) if self.eval_tasks else (),
             **{name: getattr(self, name) for name in same},

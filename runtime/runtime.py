@@ -40,6 +40,7 @@ from sostenuto.runtime.ledger import Ledger, LedgerStatistics
 from sostenuto.runtime.publishing import Publication
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.run_directory import LOST, RunDirectory, hold
+from sostenuto.runtime.teaching import check_tokenizers
 from sostenuto.runtime.tools_opened import open_tools
 from sostenuto.types import Version
 
@@ -156,6 +157,8 @@ class Runtime:
         """
         job.environment()
         await to_thread.run_sync(ModelFolder.open, job.model_folder())
+        if isinstance(job, RLJob):
+            await to_thread.run_sync(check_tokenizers, job.model_folder(), job.teachers)
         job = self._named(job)
         handle = JobHandle(job.name)
         say = self._logged(handle)

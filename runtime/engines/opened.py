@@ -66,6 +66,8 @@ class Ground:
     weights: Path
     """Folder for versions that engines read from disk, where their entries name no other."""
     tap: Tap | None = None
+    as_started: bool = False
+    """Whether an engine elsewhere is used with what it serves, and never given weights."""
 
 
 def entries_of(config: RuntimeConfig) -> list[EngineEntry]:
@@ -102,7 +104,8 @@ def source_of(entry: EngineEntry, ground: Ground) -> Source:
 
     @asynccontextmanager
     async def reached() -> AsyncGenerator[Opened]:
-        async with reach(engine_id, entry, key, model, weights) as engine:
+        given = ground.as_started
+        async with reach(engine_id, entry, key, model, weights, as_started=given) as engine:
             yield Opened(engine, _never, engine.prepare_start)
 
     return Source(engine_id, entry.kind, reached, None, entry.url or "")

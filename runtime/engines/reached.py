@@ -43,14 +43,21 @@ def key_of(entry: EngineEntry) -> str:
 
 @asynccontextmanager
 async def reach(
-    engine_id: EngineId, entry: EngineEntry, key: str, model: Path, weights: Path
+    engine_id: EngineId,
+    entry: EngineEntry,
+    key: str,
+    model: Path,
+    weights: Path,
+    *,
+    as_started: bool = False,
 ) -> AsyncGenerator[VllmEngine | SGLangEngine]:
     """`model`: the folder of the job's model.  `weights`: where versions are written for the server.
 
-    Both are absolute: the server finds them under the same path.
+    Both are absolute: the server finds them under the same path.  `as_started`: what it serves is taken to be
+    the model of the folder, and it is given nothing.
     """
     assert entry.url is not None, "EngineEntry says so"
-    terms = Terms(start_is_known=False, kv_tokens=entry.kv_tokens, concurrency=entry.concurrency)
+    terms = Terms(start_is_known=as_started, kv_tokens=entry.kv_tokens, concurrency=entry.concurrency)
     if entry.kind == "vllm":
         engine = VllmEngine(
             engine_id, entry.url,

@@ -24,6 +24,7 @@ class Plan:
     zero_spread: Literal["skip", "replace", "keep"]
     fewest: int
     """Members that a group can be learnt from with."""
+    needs_reward: bool
     groups: int | None
     """That are used in all; None: whoever takes them says when it is enough."""
 
@@ -43,6 +44,7 @@ def plan_of(job: RLJob) -> Plan:
         max_staleness=job.max_staleness,
         zero_spread=job.algorithm.zero_spread,
         fewest=2 if job.algorithm.compares_group else 1,
+        needs_reward=job.algorithm.needs_reward,
         groups=job.steps * job.groups_per_step,
     )
 
@@ -62,5 +64,6 @@ def plan_of_rollouts(job: RolloutJob) -> Plan:
         max_staleness=job.max_staleness,
         zero_spread=job.zero_spread,
         fewest=min(2, job.group_size),
+        needs_reward=True,
         groups=None,
     )

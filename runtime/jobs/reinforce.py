@@ -16,6 +16,7 @@ from sostenuto.runtime.jobs.plan import plan_of
 from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.jobs.warm_start import warm_start
 from sostenuto.runtime.jobs.workshop import Premises, Say, Workshop, open_workshop
+from sostenuto.runtime.teaching import models_beside, open_lessons
 from sostenuto.trainer.client import TrainerClient
 from sostenuto.types import Version
 
@@ -28,7 +29,14 @@ async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
     with lone_error():
         async with (
             TrainerClient(threads=premises.config.trainer.threads) as trainer,
-            open_workshop(premises, job, keep_kv=job.kv_at_update == "keep", of_agents=job.is_agent) as shop,
+            open_lessons(job, premises) as lessons,
+            open_workshop(
+                premises,
+                job,
+                keep_kv=job.kv_at_update == "keep",
+                of_agents=job.is_agent,
+                around=lambda runner, _: lessons.around(runner),
+            ) as shop,
         ):
             version = shop.dispatcher.version
             draft = premises.config.engine.draft_model
@@ -39,6 +47,7 @@ async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
                 version=version,
                 draft=draft,
                 reference=job.reference_folder(),
+                teachers=models_beside(job.teachers),
             )
             say(JobStarted(job.name, str(folder), version, premises.isolation))
             if job.warm_start:

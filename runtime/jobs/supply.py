@@ -70,7 +70,9 @@ class GroupSupply:
         self._rollouts = rollouts
         self._deployed = deployed
         self._say = say
-        self._buffer = Buffer(zero_spread=plan.zero_spread, fewest=plan.fewest)
+        self._buffer = Buffer(
+            zero_spread=plan.zero_spread, fewest=plan.fewest, needs_reward=plan.needs_reward
+        )
         self._pacing = Pacing(plan.groups_per_step, plan.max_staleness)
         self._ordinal = 0
         self._learning = 0

@@ -34,6 +34,8 @@ from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import Limits, Version
 
 Say = Callable[[JobEvent], None]
+Around = Callable[[Runner, Dispatcher], Runner]
+"""Wraps whoever runs a job's programs."""
 
 
 class Engaging(Protocol):
@@ -86,11 +88,17 @@ class Workshop:
 
 @asynccontextmanager
 async def open_workshop(
-    premises: Premises, job: Engaging, *, keep_kv: bool = False, of_agents: bool = False
+    premises: Premises,
+    job: Engaging,
+    *,
+    keep_kv: bool = False,
+    of_agents: bool = False,
+    around: Around | None = None,
 ) -> AsyncGenerator[Workshop]:
     """Start the job's engines on its model folder, and a dispatcher on the engines.
 
     `of_agents`: its programs drive themselves, and find their model behind a gateway of the job's own.
+    `around`: gives whoever runs them in place of the usual one.
     """
     config = premises.config
     folder = await anyio.to_thread.run_sync(ModelFolder.open, job.model_folder())
@@ -115,7 +123,8 @@ async def open_workshop(
         ):
             premises.journal.write(VersionPublished(version, step=0))
             async with _runner(dispatcher, folder, premises, job.name, of_agents=of_agents) as runner:
-                rollouts = Rollouts(runner, premises.ledger, premises.journal, trace=trace)
+                wrapped = around(runner, dispatcher) if around else runner
+                rollouts = Rollouts(wrapped, premises.ledger, premises.journal, trace=trace)
                 with premises.limiting(dispatcher.limit):
                     yield Workshop(premises, renderer, dispatcher, rollouts)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sostenuto.runtime.jobs.job import RolloutJob as RolloutJob
     from sostenuto.runtime.jobs.job import WarmStart as WarmStart
     from sostenuto.runtime.jobs.serve import ServeJob as ServeJob
+    from sostenuto.runtime.jobs.teacher import Teacher as Teacher
     from sostenuto.runtime.runtime import Runtime as Runtime
     from sostenuto.scheduler.settings import SchedulerSettings as SchedulerSettings
     from sostenuto.tools.decorator import tool as tool
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from sostenuto.trainer.algorithms import CISPO as CISPO
     from sostenuto.trainer.algorithms import GRPO as GRPO
     from sostenuto.trainer.algorithms import GSPO as GSPO
+    from sostenuto.trainer.algorithms import OPD as OPD
     from sostenuto.trainer.algorithms import RLOO as RLOO
     from sostenuto.trainer.algorithms import SAPO as SAPO
     from sostenuto.trainer.algorithms import DecoupledPPO as DecoupledPPO
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from sostenuto.trainer.parts import TIS as TIS
     from sostenuto.trainer.parts import IcePop as IcePop
     from sostenuto.trainer.parts import Rejection as Rejection
+    from sostenuto.trainer.parts import Teaching as Teaching
     from sostenuto.trainer.settings import LearnerSettings as LearnerSettings
     from sostenuto.trainer.settings import Schedule as Schedule
     from sostenuto.types import Episode as Episode
@@ -98,6 +101,9 @@ _HOME = {
     "Span": "records",
     "StopReason": "types",
     "TIS": "trainer.parts",
+    "OPD": "trainer.algorithms",
+    "Teacher": "runtime.jobs.teacher",
+    "Teaching": "trainer.parts",
     "Tasks": "envs.task",
     "ToolError": "errors",
     "ToolServerSettings": "runtime.config",
@@ -115,6 +121,7 @@ __all__ = [
     "GRPO",
     "GSPO",
     "KL",
+    "OPD",
     "RLOO",
     "SAPO",
     "TIS",
@@ -150,6 +157,8 @@ __all__ = [
     "Span",
     "StopReason",
     "Tasks",
+    "Teacher",
+    "Teaching",
     "ToolError",
     "ToolServerSettings",
     "Trajectory",

@@ -1,0 +1,207 @@
+"""Jobs that learn from teachers: in the trainer, in an engine, several; and those that are refused."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from fakes_training import Number, Parity, numbers
+from scripted import TINY, children, write_tokenizer_folder
+from sostenuto.errors import ConfigError
+from sostenuto.records import Trajectory, validate
+from sostenuto.runtime.config import EngineEntry, RuntimeConfig, ToolServerSettings
+from sostenuto.runtime.job_file import load_train_file
+from sostenuto.runtime.jobs.events import StepTrained
+from sostenuto.runtime.jobs.job import RLJob
+from sostenuto.runtime.jobs.teacher import Teacher, assigned
+from sostenuto.runtime.journal import read_journal
+from sostenuto.runtime.runtime import Runtime
+from sostenuto.trainer.algorithms import GRPO, OPD, Algorithm
+from sostenuto.trainer.client import TrainerClient
+from sostenuto.trainer.parts import Teaching
+from sostenuto.trainer.samples import trajectory_samples
+from sostenuto.trainer.settings import LearnerSettings
+from sostenuto.types import Limits, Purpose
+
+LIMITS = Limits(turns=2, turn_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One tokenizer, three random models."""
+    folders: dict[str, Path] = {}
+    for seed, name in enumerate(("student", "even", "odd"), 1):
+        folders[name] = write_tokenizer_folder(tmp_path_factory.mktemp(name), TINY)
+        command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folders[name])]
+        subprocess.run([*command, "--seed", str(seed)], check=True, capture_output=True)
+    return folders
+
+
+def a_job(models: dict[str, Path], algorithm: Algorithm, *teachers: Teacher, **changes: object) -> RLJob:
+    job = RLJob(
+        name="taught", env=Parity, model=models["student"], tasks=numbers(16), steps=2, groups_per_step=4,
+        algorithm=algorithm, limits=LIMITS, teachers=teachers, seed=1,
+    )  # fmt: skip
+    return replace(job, **changes) if changes else job
+
+
+async def run(folder: Path, job: RLJob) -> tuple[list[StepTrained], list[Trajectory]]:
+    """Its steps, and what it was trained on."""
+    config = RuntimeConfig(directory=folder, tool_server=ToolServerSettings(unsafe=True))
+    async with Runtime(config) as runtime:
+        handle = await runtime.submit(job)
+        steps = [event async for event in handle.events() if isinstance(event, StepTrained)]
+        result = await handle.result()
+    assert result.ledger.closes
+    assert (result.ledger.running, result.ledger.sealed) == (0, 0)
+    with read_journal(folder / "journal.db") as reader:
+        records = list(reader.trajectories(purpose=Purpose.TRAIN))
+    for record in records:
+        validate(record)
+    return steps, records
+
+
+async def test_two_teachers_one_an_engine_and_one_in_the_trainer_each_for_its_own_tasks(
+    tmp_path: Path, models: dict[str, Path]
+):
+    """What the engine has said is what the same model says in the trainer, token by token."""
+    before = children()
+    even = Teacher(
+        name="even", model=models["even"], tasks={"number": list(range(0, 16, 2))}, place="engine",
+    )  # fmt: skip
+    job = a_job(models, OPD(), even, Teacher(name="odd", model=models["odd"]))
+    steps, records = await run(tmp_path, job)
+    assert children() == before
+    assert [step.report.samples for step in steps] == [4, 4]
+    # Random models are far from each other.
+    assert all(step.report.teacher_kl is not None and step.report.teacher_kl > 0.01 for step in steps)
+    assert all(step.report.grad_norm > 0 for step in steps)
+    assert {record.teacher for record in records} == {"even", "odd"}
+    by_engine = [record for record in records if record.teacher == "even"]
+    assert all(len(record.taught) == len(record.sequences) for record in by_engine)
+    assert not any(record.taught for record in records if record.teacher == "odd")
+    async with TrainerClient() as trainer:
+        await trainer.open(models["even"], LearnerSettings(), seed=1)
+        samples = [sample for record in by_engine for sample in trajectory_samples(record, 0.0)]
+        wanted = await trainer.logprobs(samples)
+    for sample, logprobs in zip(samples, wanted, strict=True):
+        assert sample.extras["teacher"] == pytest.approx(logprobs, abs=1e-4, nan_ok=True)
+        assert np.isfinite(sample.extras["teacher"]).tolist() == sample.mask.tolist()
+
+
+async def test_whole_distributions_of_an_engine_over_its_likeliest_tokens_beside_rewards(
+    tmp_path: Path, models: dict[str, Path]
+):
+    teaching = Teaching(signal="distribution", top_k=4, coefficient=0.5)
+    algorithm = GRPO(group_size=2, zero_spread="keep", teaching=teaching)
+    teacher = Teacher(model=models["even"], place="engine")
+    steps, records = await run(tmp_path, a_job(models, algorithm, teacher, steps=1))
+    (step,) = steps
+    assert step.report.samples == 8
+    assert step.report.teacher_kl is not None
+    assert step.report.teacher_kl > 0.01
+    for taught in (taught for record in records for taught in record.taught if taught):
+        assert taught.top_ids is not None
+        assert taught.top_ids.shape == (len(taught.logprobs), 4)
+
+
+async def test_a_teacher_with_another_tokenizer_is_refused_before_anything_runs(
+    tmp_path: Path, models: dict[str, Path]
+):
+    stranger = write_tokenizer_folder(tmp_path / "stranger", TINY)
+    tokenizer = json.loads((stranger / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = list(vocabulary)[300:302]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (stranger / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = RuntimeConfig(directory=tmp_path / "run", tool_server=ToolServerSettings(unsafe=True))
+    async with Runtime(config) as runtime:
+        with pytest.raises(ConfigError) as refused:
+            await runtime.submit(a_job(models, OPD(), Teacher(name="math", model=stranger)))
+    assert str(stranger / "tokenizer.json") in str(refused.value)
+    assert str(models["student"] / "tokenizer.json") in str(refused.value)
+    assert "teachers: math" in str(refused.value)
+
+
+class Question(BaseModel):
+    domain: str
+    level: int = 0
+
+
+def test_a_task_belongs_to_the_first_teacher_that_claims_it():
+    teachers = (
+        Teacher(name="rest", model="m"),
+        Teacher(name="math", model="m", tasks={"domain": "math"}),
+        Teacher(name="hard", model="m", tasks={"domain": ["code", "math"], "level": 3}),
+        Teacher(name="shell", model="m", environment="Shell"),
+    )
+    assert assigned(teachers, "Ask", {"domain": "math", "level": 3}).name == "math"
+    assert assigned(teachers, "Ask", {"domain": "code", "level": 3}).name == "hard"
+    assert assigned(teachers, "Ask", {"domain": "code", "level": 1}).name == "rest"
+    assert assigned(teachers, "Shell", {}).name == "shell"
+    with pytest.raises(ConfigError, match=r"none of math is for a task of Ask with \{'domain': 'law'\}"):
+        assigned(teachers[1:2], "Ask", {"domain": "law"})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "teachers", "wrong"),
+    [
+        (OPD(), (), "opd learns from a teacher, and there is none"),
+        (GRPO(), (Teacher(model="m"),), "nothing is learnt from them; give algorithm.teaching"),
+        (OPD(), (Teacher(model="m"), Teacher(model="n")), "the name 'teacher' is there twice"),
+        (OPD(), (Teacher(model="m", tasks={"numbr": 1}),), "no task has a field 'numbr'; .*number"),
+        (OPD(), (Teacher(model="m", tasks={"number": 1}),), "none of teacher is for a task of Parity"),
+        (
+            OPD(teaching=Teaching(signal="distribution")),
+            (Teacher(model="m", place="engine"),),
+            "an engine gives no whole distributions; give algorithm.teaching.top_k",
+        ),
+        (
+            OPD(temperature=0.8),
+            (Teacher(model="m", place="engine", engine=EngineEntry(kind="vllm", url="http://far:1")),),
+            "vllm scores at temperature 1 alone",
+        ),
+    ],
+)
+def test_what_no_teacher_can_do_is_refused_at_once(
+    models: dict[str, Path], algorithm: Algorithm, teachers: tuple[Teacher, ...], wrong: str
+):
+    with pytest.raises(ConfigError, match=wrong):
+        a_job(models, algorithm, *teachers)
+
+
+def test_an_engine_is_of_a_teacher_that_is_one():
+    with pytest.raises(ConfigError, match="give place = 'engine'"):
+        Teacher(model="m", engine=EngineEntry(kind="sglang", url="http://far:1"))
+
+
+async def test_a_file_names_teachers(tmp_path: Path, models: dict[str, Path]):
+    file = tmp_path / "job.toml"
+    file.write_text(f"""
+        environment = "fakes_training:Parity"
+        model = "{models["student"]}"
+        steps = 3
+        tasks = {{ factory = "fakes_training:numbers", arguments = {{ count = 4 }} }}
+        algorithm = {{ method = "opd", teaching = {{ bound = 5 }} }}
+
+        [[teachers]]
+        name = "even"
+        model = "{models["even"]}"
+        tasks = {{ number = [0, 2] }}
+
+        [[teachers]]
+        name = "rest"
+        model = "{models["odd"]}"
+        place = "engine"
+        engine = {{ kind = "sglang", url = "http://gpu-2:30000" }}
+    """)
+    job = await load_train_file(file).job()
+    assert [teacher.name for teacher in job.teachers] == ["even", "rest"]
+    assert job.teachers[1].engine.url == "http://gpu-2:30000"
+    assert job.algorithm.teaching == Teaching(bound=5)
+    assert assigned(job.teachers, "Parity", Number(number=2).model_dump()).name == "even"
