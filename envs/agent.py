@@ -26,11 +26,15 @@ from sostenuto.types import Episode, Message
 GivenT = TypeVar("GivenT", bound=BaseModel)
 
 Run = Callable[..., Score | Awaitable[Score]]
-"""`(task, *, base_url, api_key)`, and `sandbox` where it declares one.  A plain function runs in a thread."""
+"""`(task, *, base_url, api_key)`, `sandbox` where it declares one, `wall_s` where it takes it.
+
+A plain function runs in a thread.
+"""
 Demonstrate = Callable[[Any, Random], list[Message]]
 
 _GIVEN = ("base_url", "api_key")
 _SANDBOX = "sandbox"
+_WALL = "wall_s"
 
 
 class Agent(Environment[TaskT]):
@@ -51,7 +55,8 @@ class Agent(Environment[TaskT]):
             raise ConfigError(f"agent {type(self).__name__} was given no model; run it as the env of a job")
         spec: object = inspect.getattr_static(type(self), _SANDBOX, None)
         lent = {_SANDBOX: spec.__get__(self, type(self))} if isinstance(spec, SandboxSpec) else {}
-        return {"base_url": model.base_url, "api_key": model.api_key, **lent}
+        timed = {_WALL: model.wall_s} if _WALL in inspect.signature(self.run).parameters else {}
+        return {"base_url": model.base_url, "api_key": model.api_key, **lent, **timed}
 
 
 class _AsyncAgent(Agent[TaskT]):
@@ -98,8 +103,9 @@ def agent(
     """Make of `run` what a job takes as its `env`; also as a decorator, with arguments or without.
 
     `run(task, *, base_url, api_key)` returns the reward, or a mapping of metrics with "reward".  With a
-    `sandbox` declared it is also given `sandbox`.  Requirements and interpreter are those of Environment;
-    `demonstrate(task, rng)` is a scripted conversation for a warm start.  ConfigError for another signature.
+    `sandbox` declared it is also given `sandbox`, and where it takes `wall_s`, its deadline in seconds.
+    Requirements and interpreter are those of Environment; `demonstrate(task, rng)` is a scripted
+    conversation for a warm start.  ConfigError for another signature.
     """
     declared: dict[str, object] = {
         "requirements": requirements,
@@ -158,7 +164,7 @@ def _check_keywords(run: FunctionType, *, has_sandbox: bool) -> None:
             "`@agent(sandbox=SandboxSpec(...))` and `*, base_url, api_key, sandbox`"
         )
     for name, parameter in taken.items():
-        if name not in {*_GIVEN, _SANDBOX} and parameter.default is inspect.Parameter.empty:
+        if name not in {*_GIVEN, _SANDBOX, _WALL} and parameter.default is inspect.Parameter.empty:
             raise ConfigError(f"agent {run.__name__}: nobody gives it {name!r}; {_remedy(run)}")
 
 

@@ -182,7 +182,7 @@ class _Stay:
 
     def _access(self, resident: Resident) -> ModelAccess:
         key = self._gateway.keys.mint(resident.name)
-        return ModelAccess(f"{self._gateway.url}/v1", key)
+        return ModelAccess(f"{self._gateway.url}/v1", key, self._spec.limits.wall_s)
 
     async def _close(self) -> None:
         """Give everything back, the place last.  Shielded, bounded."""

@@ -220,3 +220,17 @@ async def test_the_engines_of_a_job_are_not_changed_from_outside(model: Path):
     async with fronted(model, always("yes")) as front:
         reply = await front.post("/add_worker?url=http://gpu-1:8000", None)
         assert (reply.status, "Runtime.add_engine" in reply.json["error"]["message"]) == (501, True)
+
+
+async def test_a_program_may_ask_whether_it_has_called_its_model(model: Path):
+    async with fronted(model, always("yes"), environment={"SOSTENUTO_AGENT_KEY": "k" * 20}) as front:
+        resident = front.gateway.sessions.open("task-1", Terms())
+        own = {"Authorization": f"Bearer {front.gateway.keys.mint('task-1')}"}
+        before = (await front.get("/v1/program", own)).json
+        assert before == {"program": "task-1", "calls": 0, "has_called": False}
+        await front.chat(HELLO, headers=own)
+        after = (await front.get("/v1/program", own)).json
+        assert after == {"program": "task-1", "calls": 1, "has_called": True}
+        assert (await front.get("/v1/program", {"Authorization": f"Bearer {'k' * 20}"})).status == 404
+        assert (await front.get("/v1/program")).status == 401
+        front.gateway.sessions.end(resident)

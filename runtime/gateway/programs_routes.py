@@ -65,10 +65,27 @@ def programs_routes(gateway: Gateway) -> list[web.RouteDef]:
     return [
         web.get("/metrics", metrics),
         web.get("/programs", programs),
+        own_route(gateway),
         web.post("/programs/release", release),
         web.get("/profiles", profiles),
         web.get("/profiles/{program}", profile),
     ]
+
+
+def own_route(gateway: Gateway) -> web.RouteDef:
+    """What a program may know of itself, by its own key."""
+
+    async def own(request: web.Request) -> web.Response:
+        grantee = gateway.grantee(request)
+        require(grantee, Scope.AGENT)
+        found = gateway.sessions.find(grantee.program) if grantee.program else None
+        if found is None:
+            raise Refused("this key is of no program; ask with the one that was minted for it", status=404)
+        # A call that failed may have been sampled, too.
+        has_called = bool(found.session.lanes)
+        return json_reply({"program": found.name, "calls": found.session.calls, "has_called": has_called})
+
+    return web.get("/v1/program", own)
 
 
 def _standing(resident: Resident, snapshot: Snapshot) -> tuple[str, str]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sostenuto.envs.command_agent import command_agent as command_agent
     from sostenuto.envs.environment import Environment as Environment
     from sostenuto.envs.registry import Registry as Registry
+    from sostenuto.envs.remote_agent import remote_agent as remote_agent
     from sostenuto.envs.task import Draw as Draw
     from sostenuto.envs.task import Tasks as Tasks
     from sostenuto.envs.testing import so_test as so_test
@@ -112,6 +113,7 @@ _HOME = {
     "WarmStart": "runtime.jobs.job",
     "agent": "envs.agent",
     "command_agent": "envs.command_agent",
+    "remote_agent": "envs.remote_agent",
     "so_test": "envs.testing",
     "tool": "tools.decorator",
 }
@@ -166,6 +168,7 @@ __all__ = [
     "WarmStart",
     "agent",
     "command_agent",
+    "remote_agent",
     "so_test",
     "tool",
 ]

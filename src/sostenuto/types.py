@@ -236,6 +236,8 @@ class ModelAccess:
     """As SDKs take it, such as http://127.0.0.1:8000/v1."""
     api_key: str = field(repr=False)
     """Of its program alone."""
+    wall_s: float | None = None
+    """How long the agent may take; None: as long as it wants."""
 
 
 @dataclass(frozen=True, slots=True)
