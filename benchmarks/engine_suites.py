@@ -13,16 +13,18 @@ from sostenuto.runtime.quickstart.tokenizer import tokenizer_material, train_tok
 
 CONTEXT_TOKENS = 1024
 _HERE = Path(__file__).parent.parent
-_SHAPE = ModelShape(layers=2, hidden=256, heads=4, feed_forward=512, context_tokens=CONTEXT_TOKENS)
+SMALL = ModelShape(layers=2, hidden=256, heads=4, feed_forward=512, context_tokens=CONTEXT_TOKENS)
 """vLLM on CPU has no attention for heads of 16."""
+SLOW = ModelShape(layers=12, hidden=512, heads=8, feed_forward=1536, context_tokens=CONTEXT_TOKENS)
+"""Long turns take it seconds on a fast core, too: time to pause and to update while they run."""
 
 
-def make_model(folder: Path, seed: int) -> Path:
-    """The quickstart's model, small, with random weights and an output layer of its own.
+def make_model(folder: Path, seed: int, shape: ModelShape = SMALL) -> Path:
+    """The quickstart's model in another shape, with random weights and an output layer of its own.
 
     vLLM on CPU takes no updates of one that is tied to the embedding.
     """
-    write_folder(folder, train_tokenizer(tokenizer_material(1)), _SHAPE)
+    write_folder(folder, train_tokenizer(tokenizer_material(1)), shape)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", str(seed)]

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,9 +26,10 @@ import anyio.to_thread
 
 from benchmarks.engine_suites import job_passes, passes
 from benchmarks.engine_suites import make_model as make_job_model
-from benchmarks.figure import Figure
+from benchmarks.figure import Tell
 from benchmarks.sglang_environment import sglang_python
 from benchmarks.sglang_server import make_model, serve
+from benchmarks.telling import Telling
 from sostenuto.runtime.engines.folder import WeightFolders
 from sostenuto.runtime.engines.sglang.engine import SGLangEngine
 from sostenuto.runtime.engines.sglang.transports import Disk
@@ -57,26 +59,31 @@ class Measured:
 
 
 def main() -> None:
-    python = sglang_python()
+    python, telling = sglang_python(), Telling(None)
+
+    def tell(name: str, value: float, unit: str, target: str | None = None) -> None:
+        telling(f"sglang on CPU: {name}", value, unit, target)
+
     with tempfile.TemporaryDirectory() as folder:
-        failed = asyncio.run(_measure(python, Path(folder)))
+        failed = asyncio.run(_measure(python, Path(folder), tell))
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
         sys.exit(1)
+    telling.end()
 
 
-async def _measure(python: Path, place: Path) -> list[str]:
+async def _measure(python: Path, place: Path, tell: Tell) -> list[str]:
     """The parts that failed."""
     failed: list[str] = []
     model = place / "model"
     make_model(model)
     began_s = time.monotonic()
     async with serve(python, model, place / "sglang.log") as url:
-        _tell("start of the server", time.monotonic() - began_s, "s")
+        tell("start of the server", time.monotonic() - began_s, "s")
         served = {"SOSTENUTO_SGLANG_URL": url, "SOSTENUTO_SGLANG_MODEL": str(model)}
         if not await passes(served, _CONTRACT):
             failed.append("contract tests on the real server")
-        await _programs(url, model, place)
+        await _programs(url, model, place, tell)
     job_model = await anyio.to_thread.run_sync(make_job_model, place / "job", 0)
     async with serve(python, job_model, place / "sglang-job.log") as url:
         if not await job_passes("sglang", url, job_model, place):
@@ -84,12 +91,12 @@ async def _measure(python: Path, place: Path) -> list[str]:
     bodies = place / "bodies.jsonl"
     if not await passes({"SOSTENUTO_SGLANG_BODIES": str(bodies)}, _CONTRACT, *_FAKED):
         failed.append("contract tests on the fake server")
-    if not await _check_bodies(python, bodies):
+    if not await _check_bodies(python, bodies, tell):
         failed.append("bodies against SGLang's types")
     return failed
 
 
-async def _check_bodies(python: Path, bodies: Path) -> bool:
+async def _check_bodies(python: Path, bodies: Path, tell: Tell) -> bool:
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONWARNINGS": "ignore"}
     content = await anyio.Path(bodies).read_bytes()
     process = await anyio.run_process(
@@ -97,36 +104,40 @@ async def _check_bodies(python: Path, bodies: Path) -> bool:
         input=content, check=False, env=environment, stdout=subprocess.PIPE, stderr=sys.stderr,
     )  # fmt: skip
     if process.returncode == 0:
-        _tell("bodies that SGLang's own types take", content.count(b"\n"), "bodies")
+        tell("bodies that SGLang's own types take", content.count(b"\n"), "bodies")
     return process.returncode == 0
 
 
-async def _programs(url: str, model: Path, place: Path) -> None:
+async def _programs(url: str, model: Path, place: Path, tell: Tell) -> None:
     """All programs at once, and again while versions are published in both ways."""
     transport = Disk(WeightFolders(place / "weights", model))
     async with SGLangEngine(EngineId("e0"), url, model=model, transport=transport) as engine:
-        await engine.capabilities()
+        served = Version.parse((await engine.capabilities()).version)
         alone, updated = Measured("alone"), Measured("updated")
-        alone_s, updated_s = await _run(engine, alone, None), await _run(engine, updated, model)
+        alone_s = await _run(engine, alone, [])
+        with closing(Sender()) as sender:
+            # Before they run: they may be fast.
+            published = await anyio.to_thread.run_sync(_published, sender, model, served)
+            updated_s = await _run(engine, updated, published)
     least = PROGRAMS * (PROMPT_TOKENS + (TURNS - 1) * (RESULT_TOKENS + 1))
-    _tell("turns that ended", alone.turns + updated.turns, "turns", f"== {2 * PROGRAMS * TURNS}")
-    _tell("programs a minute", 60 * PROGRAMS / alone_s, "1/min")
-    _tell("tokens sampled", alone.generated / alone_s, "1/s")
-    _tell("tokens prefilled over the unavoidable", alone.prefilled / least, "ratio", "<= 1.1")
-    _tell("programs a minute while two versions are published", 60 * PROGRAMS / updated_s, "1/min")
-    _tell("stood still: continue, keep", updated.paused_s[0], "s")
-    _tell("stood still: recompute, drop", updated.paused_s[1], "s")
-    _tell("turns with tokens of two versions", updated.mixed, "turns")
+    tell("turns that ended", alone.turns + updated.turns, "turns", f"== {2 * PROGRAMS * TURNS}")
+    tell("programs a minute", 60 * PROGRAMS / alone_s, "1/min")
+    tell("tokens sampled", alone.generated / alone_s, "1/s")
+    tell("tokens prefilled over the unavoidable", alone.prefilled / least, "ratio", "<= 1.1")
+    tell("programs a minute while two versions are published", 60 * PROGRAMS / updated_s, "1/min")
+    tell("stood still: continue, keep", updated.paused_s[0], "s")
+    tell("stood still: recompute, drop", updated.paused_s[1], "s")
+    tell("turns with tokens of two versions", updated.mixed, "turns", ">= 1")
 
 
-async def _run(engine: SGLangEngine, measured: Measured, model: Path | None) -> float:
-    """How long all programs took, in seconds; with other weights of `model` published on the way."""
+async def _run(engine: SGLangEngine, measured: Measured, published: list[Manifest]) -> float:
+    """How long all programs took, in seconds; with two versions that the engine gets on the way."""
     began_s = time.monotonic()
     async with anyio.create_task_group() as group:
         for number in range(PROGRAMS):
             group.start_soon(_program, engine, number, measured)
-        if model is not None:
-            group.start_soon(_publish_twice, engine, model, measured)
+        if published:
+            group.start_soon(_update_twice, engine, published, measured)
     return time.monotonic() - began_s
 
 
@@ -148,33 +159,27 @@ async def _program(engine: SGLangEngine, number: int, measured: Measured) -> Non
     await engine.release(ProgramId(name))
 
 
-async def _publish_twice(engine: SGLangEngine, model: Path, measured: Measured) -> None:
-    for turns, running, held in ((0.25, "continue", "keep"), (0.5, "recompute", "drop")):
+async def _update_twice(engine: SGLangEngine, published: list[Manifest], measured: Measured) -> None:
+    ways = ((0.2, "continue", "keep"), (0.5, "recompute", "drop"))
+    for manifest, (turns, running, held) in zip(published, ways, strict=True):
+        await engine.prepare_update(manifest)
         while measured.turns < turns * PROGRAMS * TURNS:  # noqa: ASYNC110 - the programs say nothing else
             await anyio.sleep(0.01)
-        version = Version.parse((await engine.capabilities()).version).next()
-        sender, manifest = await anyio.to_thread.run_sync(_published, model, version)
-        try:
-            await engine.prepare_update(manifest)
-            request = {"version": str(version), "running": running, "held": held}
-            committed = await engine.commit_update(CommitRequest.model_validate(request))
-        finally:
-            sender.close()
+        request = {"version": manifest.version, "running": running, "held": held}
+        committed = await engine.commit_update(CommitRequest.model_validate(request))
         measured.paused_s.append(committed.pause_s)
 
 
-def _published(model: Path, version: Version) -> tuple[Sender, Manifest]:
-    """Other weights for the model, as a trainer publishes them."""
+def _published(sender: Sender, model: Path, served: Version) -> list[Manifest]:
+    """The next two versions: other weights for the model, as a trainer publishes them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = cast("Any", AutoConfig).from_pretrained(model)
-    module = cast("Any", AutoModelForCausalLM).from_config(config)
-    sender = Sender()
-    return sender, sender.publish(version, unique_tensors(module.state_dict()))
-
-
-def _tell(name: str, value: float, unit: str, target: str | None = None) -> None:
-    print(Figure(f"sglang on CPU: {name}", value, unit, target).line(), flush=True)
+    manifests: list[Manifest] = []
+    for version in (served.next(), served.next().next()):
+        module = cast("Any", AutoModelForCausalLM).from_config(config)
+        manifests.append(sender.publish(version, unique_tensors(module.state_dict())))
+    return manifests
 
 
 if __name__ == "__main__":

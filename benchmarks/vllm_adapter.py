@@ -16,7 +16,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from benchmarks.engine_suites import CONTEXT_TOKENS, job_passes, make_model, passes
+from benchmarks.engine_suites import CONTEXT_TOKENS, SLOW, job_passes, make_model, passes
 from benchmarks.figure import Figure
 from benchmarks.vllm_environment import vllm_command
 from benchmarks.vllm_server import serve
@@ -42,7 +42,7 @@ async def _measure(vllm: Path, place: Path) -> list[str]:
     """The parts that failed."""
     failed: list[str] = []
     model, other = [
-        await anyio.to_thread.run_sync(make_model, place / name, seed)
+        await anyio.to_thread.run_sync(make_model, place / name, seed, SLOW)
         for seed, name in enumerate(("model", "other"))
     ]
     began_s = time.monotonic()

@@ -31,7 +31,8 @@ from sostenuto.types import ProgramId, Version
 pytestmark = pytest.mark.timeout(300 if REAL_URL else 60)
 
 TOLERANCE = 2e-4
-LONG = 200
+LONG = 1000 if REAL_URL else 200
+"""Tokens of a turn that runs until something is done to it: a real server needs a millisecond for one."""
 _numbers = count(1)
 
 

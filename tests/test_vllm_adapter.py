@@ -24,7 +24,6 @@ from sostenuto.runtime.engines.wire import (
 from sostenuto.types import ProgramId, Version
 from vllm_targets import Target, fake_target, real_target, request, until_idle
 
-LONG = 400
 _numbers = count(1)
 
 
@@ -48,13 +47,23 @@ async def logprobs_of(engine: VllmEngine, context: list[int], reply: GenerateRep
     return (await engine.score(score)).logprobs
 
 
-async def publish(engine: VllmEngine, target: Target, folder: Path, **how: str) -> str:
-    """Bring in the folder's weights under the next version."""
+async def prepare(engine: VllmEngine, folder: Path) -> str:
+    """Make the folder's weights ready as the next version."""
     served = Version.parse((await engine.capabilities()).version)
     version = str(Version(served.epoch, served.number + 1))
     await engine.prepare_update(manifest_of(folder, version))
+    return version
+
+
+async def commit(engine: VllmEngine, version: str, **how: str) -> None:
     reply = await engine.commit_update(CommitRequest.model_validate({"version": version, **how}))
     assert reply.version == version
+
+
+async def publish(engine: VllmEngine, folder: Path) -> str:
+    """Bring in the folder's weights under the next version."""
+    version = await prepare(engine, folder)
+    await commit(engine, version)
     return version
 
 
@@ -116,11 +125,12 @@ async def test_the_stop_token_is_the_last_one(engine: VllmEngine):
     assert (reply.finish_reason, reply.matched) == (FinishReason.STOP, stop)
 
 
-async def test_a_stop_string_ends_a_turn_and_cuts_nothing(engine: VllmEngine):
-    free = (await engine.generate(request("a"))).token_ids
-    stop = str(free[3])
-    reply = await engine.generate(request("a", sampling={"stop_strings": [stop]}))
-    last = next(at for at in range(8) if stop in " ".join(map(str, free[: at + 1])))
+async def test_a_stop_string_ends_a_turn_and_cuts_nothing(engine: VllmEngine, target: Target):
+    free = (await engine.generate(request("a", max_new_tokens=32))).token_ids
+    stop = next(text for text in (target.text([id_]).strip() for id_ in free[3:]) if text.isalnum())
+    asked = request("a", max_new_tokens=32, sampling={"stop_strings": [stop]})
+    reply = await engine.generate(asked)
+    last = next(at for at in range(32) if stop in target.text(free[: at + 1]))
     assert reply.token_ids == free[: last + 1]
     assert (reply.finish_reason, reply.matched) == (FinishReason.STOP, stop)
     assert len(reply.logprobs) == len(reply.token_ids)
@@ -134,12 +144,12 @@ async def test_spans_come_while_it_samples(engine: VllmEngine):
     assert [value for span in spans for value in span.logprobs] == reply.logprobs
 
 
-async def test_a_grammar_holds(engine: VllmEngine):
+async def test_a_grammar_holds(engine: VllmEngine, target: Target):
     if Feature.GRAMMAR not in (await engine.capabilities()).features:
         pytest.skip("this vLLM takes no grammar")
     grammar = {"regex": "(17|18)"}
     reply = await engine.generate(request("a", sampling={"grammar": grammar}))
-    assert "".join(map(str, reply.token_ids[:-1])) in ("17", "18")
+    assert target.text(reply.token_ids[:-1]) in ("17", "18")
     assert (reply.finish_reason, reply.matched) == (FinishReason.STOP, reply.token_ids[-1])
 
 
@@ -172,11 +182,11 @@ class Runs:
             await anyio.sleep(0.01)
 
 
-async def test_abort_ends_exactly_one_request_with_its_tokens(engine: VllmEngine):
+async def test_abort_ends_exactly_one_request_with_its_tokens(engine: VllmEngine, target: Target):
     runs = Runs(engine)
     async with anyio.create_task_group() as group:
         for name in ("a", "aa"):
-            group.start_soon(runs.run, request(name, max_new_tokens=LONG))
+            group.start_soon(runs.run, request(name, max_new_tokens=target.long))
             await runs.until(name, 2)
         await engine.abort("a")
         await engine.abort("unknown")
@@ -189,10 +199,10 @@ async def test_abort_ends_exactly_one_request_with_its_tokens(engine: VllmEngine
     assert len(runs.replies["a"].logprobs) == len(runs.replies["a"].token_ids)
 
 
-async def test_a_cancelled_request_leaves_nothing_running(engine: VllmEngine):
+async def test_a_cancelled_request_leaves_nothing_running(engine: VllmEngine, target: Target):
     runs = Runs(engine)
     async with anyio.create_task_group() as group:
-        group.start_soon(runs.run, request("a", max_new_tokens=LONG))
+        group.start_soon(runs.run, request("a", max_new_tokens=target.long))
         await runs.until("a", 2)
         group.cancel_scope.cancel()
     await until_idle(engine)
@@ -203,10 +213,12 @@ async def test_a_cancelled_request_leaves_nothing_running(engine: VllmEngine):
 
 
 @pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RETRACT])
-async def test_what_stands_still_goes_on_and_new_requests_wait(engine: VllmEngine, mode: PauseMode):
+async def test_what_stands_still_goes_on_and_new_requests_wait(
+    engine: VllmEngine, target: Target, mode: PauseMode
+):
     runs = Runs(engine)
     async with anyio.create_task_group() as group:
-        group.start_soon(runs.run, request("a", max_new_tokens=300))
+        group.start_soon(runs.run, request("a", max_new_tokens=target.long))
         await runs.until("a", 2)
         await engine.pause(mode)
         await engine.pause(mode)
@@ -221,15 +233,15 @@ async def test_what_stands_still_goes_on_and_new_requests_wait(engine: VllmEngin
         assert list(runs.replies) == ["ccc"]
         await engine.resume()
         await engine.resume()
-    assert (len(runs.replies["a"].token_ids), len(runs.replies["bb"].token_ids)) == (300, 2)
+    assert (len(runs.replies["a"].token_ids), len(runs.replies["bb"].token_ids)) == (target.long, 2)
     assert runs.replies["ccc"].token_ids == []
     assert runs.replies["a"].pause_s >= 0.4
 
 
-async def test_a_pause_can_answer_or_finish_what_runs(engine: VllmEngine):
+async def test_a_pause_can_answer_or_finish_what_runs(engine: VllmEngine, target: Target):
     runs = Runs(engine)
     async with anyio.create_task_group() as group:
-        group.start_soon(runs.run, request("a", max_new_tokens=LONG))
+        group.start_soon(runs.run, request("a", max_new_tokens=target.long))
         await runs.until("a", 2)
         await engine.pause(PauseMode.ABORT)
         group.start_soon(runs.run, request("bb", max_new_tokens=10))
@@ -255,10 +267,10 @@ async def test_prefixes_are_found_under_the_same_salt_alone(engine: VllmEngine, 
     assert (await engine.generate(request("d", tokens, salt=salt))).cached_tokens == 0
 
 
-async def test_a_flush_that_is_refused_is_an_error(engine: VllmEngine):
+async def test_a_flush_that_is_refused_is_an_error(engine: VllmEngine, target: Target):
     runs = Runs(engine)
     async with anyio.create_task_group() as group:
-        group.start_soon(runs.run, request("a", max_new_tokens=LONG))
+        group.start_soon(runs.run, request("a", max_new_tokens=target.long))
         await runs.until("a", 2)
         with pytest.raises(EngineError, match="refused, as requests run; wait for them"):
             await engine.flush()
@@ -268,16 +280,16 @@ async def test_a_flush_that_is_refused_is_an_error(engine: VllmEngine):
 @pytest.mark.parametrize("running", ["continue", "recompute"])
 async def test_new_weights_come_in_while_a_request_runs(engine: VllmEngine, target: Target, running: str):
     held = "keep" if running == "continue" else "drop"
-    old = await publish(engine, target, target.model)
+    old = await publish(engine, target.model)
     before = await engine.generate(request("b", 4 * target.block + 1))
-    runs = Runs(engine)
-    asked, new = request("a", max_new_tokens=300), ""
+    runs, new = Runs(engine), await prepare(engine, target.other)
+    asked = request("a", max_new_tokens=target.long)
     async with anyio.create_task_group() as group:
         group.start_soon(runs.run, asked)
         await runs.until("a", 4)
-        new = await publish(engine, target, target.other, running=running, held=held)
+        await commit(engine, new, running=running, held=held)
     reply = runs.replies["a"]
-    assert len(reply.token_ids) == 300
+    assert len(reply.token_ids) == target.long
     assert [span.version for span in reply.versions] == [old, new]
     assert (await engine.capabilities()).version == new
     # The same seed under other weights.
@@ -290,7 +302,7 @@ async def test_new_weights_come_in_while_a_request_runs(engine: VllmEngine, targ
         at = reply.versions[1].start
         whole = target.logprobs(target.other, asked.token_ids + reply.token_ids, len(asked.token_ids))
         assert reply.logprobs[at:] == pytest.approx(whole[at:], abs=target.slack)
-    await publish(engine, target, target.model)
+    await publish(engine, target.model)
     await _is_served(engine, target, target.model)
 
 

@@ -283,6 +283,19 @@ async def test_a_broken_answer_is_an_error(worlds: Worlds, content: bytes, messa
         assert len((await engine.generate(request("a"))).token_ids) == 8
 
 
+async def test_a_server_that_leaves_out_the_most_probable_tokens_is_an_error(worlds: Worlds):
+    answer = _EVENT + b', "finish_reason": "length"}]}\n\ndata: [DONE]\n\n'
+    message = "a token without the most probable ones, which were asked for"
+    async with worlds() as world, world.engine() as engine:
+        await engine.capabilities()
+        world.fake.broken[TOKENS] = saying(answer)
+        with pytest.raises(EngineError, match=message):
+            await engine.generate(request("a", top_logprobs=2))
+        async with world.engine() as other:
+            with pytest.raises(EngineError, match=message):
+                await other.capabilities()
+
+
 async def test_a_connection_that_is_lost_in_mid_answer_is_an_error(worlds: Worlds):
     async def cut(http_request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

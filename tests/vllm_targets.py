@@ -16,6 +16,7 @@ from typing import Any, cast
 import anyio
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from fakes_vllm import fake_vllm
@@ -46,6 +47,10 @@ class Target:
     """Tokens of a block of its prefix cache."""
     slack: float
     """By how much log-probabilities may differ."""
+    text: Callable[[list[int]], str]
+    """Of tokens."""
+    long: int
+    """Tokens of a turn that takes seconds."""
 
     def engine(self) -> VllmEngine:
         return VllmEngine(
@@ -62,7 +67,9 @@ class Target:
 async def fake_target(place: Path) -> AsyncGenerator[Target]:
     model, other = (make_fake_folder(place / name, seed) for seed, name in enumerate(("model", "other")))
     async with fake_vllm(model, key="key") as (fake, url):
-        yield Target(url, "key", model, other, place / "updates", reference, fake.cache.block, 1e-6)
+        yield Target(
+            url, "key", model, other, place / "updates", reference, fake.cache.block, 1e-6, _numbers, 400
+        )
 
 
 @asynccontextmanager
@@ -71,7 +78,14 @@ async def real_target() -> AsyncGenerator[Target]:
         pytest.skip(NO_SERVER)
     said = json.loads(os.environ[VARIABLE])
     model, other, updates = (Path(said[name]) for name in ("model", "other", "updates"))
-    yield Target(said["url"], said["key"], model, other, updates, _from_torch, 32, 2e-3)
+    tokenizer: Any = cast("Any", Tokenizer).from_file(str(model / "tokenizer.json"))
+    yield Target(
+        said["url"], said["key"], model, other, updates, _from_torch, 32, 2e-3, tokenizer.decode, 900
+    )
+
+
+def _numbers(token_ids: list[int]) -> str:
+    return "".join(f" {id_}" for id_ in token_ids).strip()
 
 
 def _from_torch(folder: Path, token_ids: list[int], start: int) -> list[float]:

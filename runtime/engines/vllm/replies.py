@@ -176,6 +176,8 @@ class Gathered:
         if wrong := [value for value in values if not _UNKNOWN < value <= _ROUNDING]:
             raise self._nonsense(f"{wrong[0]} as a log-probability")
         count = self.request.top_logprobs
+        if count and not all(top):
+            raise self._nonsense("a token without the most probable ones, which were asked for")
         return values, [sorted(entry, key=lambda c: -c[1])[:count] for entry in top]
 
     def _versions(self, end: _Choice, label: Callable[[str], str]) -> list[WireVersionSpan]:
