@@ -1,18 +1,19 @@
 """What an adapter adds to a call over raw HTTP, with 64 concurrent calls to a server that computes nothing.
 
 The server is a process of its own (`engines_stand_in`); the raw client sends the body that the adapter
-sent, and reads the answer as JSON.  Calls of both come in rounds that take turns.
+sent, and reads the answer as JSON.
 
-- "added p50": calls overlap over the time of an answer, as those of a batch do.
+- "added p50": 64 calls overlap over the time of an answer, as those of a batch do, every other one of the
+  adapter, so that both meet what else the machine does.
 - "added a call": the server answers at once and 64 callers wait for nothing else, so the time a call is
-  what a call costs in all, client and server.
+  what a call costs in all, client and server.  Rounds of raw HTTP and of the adapter take turns.
 """
 
 import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
@@ -34,6 +35,7 @@ from sostenuto.types import EngineId
 
 CONCURRENT, PROMPT_TOKENS, SAMPLED_TOKENS = 64, 512, 64
 _ANSWER_S = 0.25
+_CALLS = 4
 _READY_S = 60.0
 _ROUTES = {"sglang": "/generate", "vllm": "/inference/v1/generate"}
 
@@ -49,9 +51,8 @@ class Standing(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """Of the calls of one round: their median duration, and all and processor time here for each."""
+    """Seconds a call: of the clock, and of the processor in this process."""
 
-    median_s: float
     each_s: float
     cpu_s: float
 
@@ -65,70 +66,69 @@ def measure_adapters(tell: Tell, *, quick: bool) -> None:
 async def _measure(tell: Tell, kind: str, rounds: int) -> None:
     name = f"{kind}_adapter"
     async with standing(kind, _ANSWER_S) as stand:
-        both = await _in_turns(stand, _overlapping, rounds)
-    added_s = median(b.median_s - a.median_s for a, b in both)
-    tell(f"{name}_added_p50_64_concurrent", added_s * 1e3, "ms", "<= 1")
-    added_cpu_s = median(b.cpu_s - a.cpu_s for a, b in both)
-    tell(f"{name}_added_cpu_64_concurrent", added_cpu_s * 1e3, "ms", "<= 1")
+        raw, ours = await _overlapping(stand, rounds)
+    tell(f"{name}_added_p50_64_concurrent", (median(ours) - median(raw)) * 1e3, "ms", "<= 1")
     async with standing(kind, 0.0) as stand:
-        both = await _in_turns(stand, _saturating, rounds)
+        both = await _in_turns(stand, rounds)
     tell(f"{name}_added_a_call_64_callers", median(b.each_s - a.each_s for a, b in both) * 1e3, "ms", "<= 1")
     tell(f"{name}_time_over_raw_http_64_callers", median(b.each_s / a.each_s for a, b in both), "ratio")
-    tell(f"{name}_raw_http_cpu_a_call", median(a.cpu_s for a, _ in both) * 1e3, "ms")
+    tell(f"{name}_added_cpu_64_callers", median(b.cpu_s - a.cpu_s for a, b in both) * 1e3, "ms", "<= 1")
+    tell(f"{name}_raw_http_cpu_64_callers", median(a.cpu_s for a, _ in both) * 1e3, "ms")
 
 
-async def _in_turns(
-    stand: Standing, measure: Callable[[Call, str], Awaitable[_Round]], rounds: int
-) -> list[tuple[_Round, _Round]]:
-    """Pairs of rounds; which one goes first changes.  The first pair opens the connections."""
+async def _overlapping(stand: Standing, rounds: int) -> tuple[list[float], list[float]]:
+    """How long calls took: raw ones, and the adapter's.
+
+    `CONCURRENT` calls come over the time of one answer, as requests do: at once they would measure a queue.
+    The first round opens the connections.
+    """
+    raw: list[float] = []
+    ours: list[float] = []
+
+    async def timed(number: int, i: int) -> None:
+        await anyio.sleep(_ANSWER_S * i / CONCURRENT)
+        call, took = (stand.ours, ours) if (number + i) % 2 else (stand.raw, raw)
+        began_s = time.perf_counter()
+        await call(f"{number}-{i}")
+        took.append(time.perf_counter() - began_s)
+
+    for number in range(rounds + 1):
+        async with anyio.create_task_group() as group:
+            for i in range(CONCURRENT):
+                group.start_soon(timed, number, i)
+        if number == 0:
+            raw.clear()
+            ours.clear()
+    return raw, ours
+
+
+async def _in_turns(stand: Standing, rounds: int) -> list[tuple[_Round, _Round]]:
+    """Pairs of rounds, raw and ours; which one goes first changes.  The first pair opens the connections."""
     pairs: list[tuple[_Round, _Round]] = []
     for number in range(rounds + 1):
         if number % 2:
-            adapted = await measure(stand.ours, f"o{number}")
-            plain = await measure(stand.raw, f"r{number}")
+            adapted = await _saturating(stand.ours, f"o{number}")
+            plain = await _saturating(stand.raw, f"r{number}")
         else:
-            plain = await measure(stand.raw, f"r{number}")
-            adapted = await measure(stand.ours, f"o{number}")
+            plain = await _saturating(stand.raw, f"r{number}")
+            adapted = await _saturating(stand.ours, f"o{number}")
         pairs.append((plain, adapted))
     return pairs[1:]
 
 
-async def _overlapping(call: Call, name: str) -> _Round:
-    """`CONCURRENT` calls.
-
-    They come over the time of one answer, as requests do: at once they would measure a queue.
-    """
-    took: list[float] = []
-
-    async def timed(i: int) -> None:
-        await anyio.sleep(_ANSWER_S * i / CONCURRENT)
-        began_s = time.perf_counter()
-        await call(f"{name}-{i}")
-        took.append(time.perf_counter() - began_s)
-
-    return await _round(timed, took)
-
-
 async def _saturating(call: Call, name: str) -> _Round:
-    """As many callers, each with calls one after the other."""
-    took: list[float] = []
+    """`CONCURRENT` callers, each with calls one after the other."""
 
     async def caller(i: int) -> None:
-        for number in range(4):
-            began_s = time.perf_counter()
+        for number in range(_CALLS):
             await call(f"{name}-{i}-{number}")
-            took.append(time.perf_counter() - began_s)
 
-    return await _round(caller, took)
-
-
-async def _round(caller: Callable[[int], Coroutine[Any, Any, None]], took: list[float]) -> _Round:
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     async with anyio.create_task_group() as group:
         for i in range(CONCURRENT):
             group.start_soon(caller, i)
     cpu_s, all_s = time.process_time() - began_cpu_s, time.perf_counter() - began_s
-    return _Round(median(took), all_s / len(took), cpu_s / len(took))
+    return _Round(all_s / (CONCURRENT * _CALLS), cpu_s / (CONCURRENT * _CALLS))
 
 
 @asynccontextmanager

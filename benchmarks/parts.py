@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.telling import Telling
 
 PARTS = {
-    "engines": ("decode", "memory", "exactness", "fleet", "adapters", "speculation"),
+    "engines": ("decode", "memory", "exactness", "fleet", "adapters"),
     "gateway": ("cost", "pressure", "fuzz", "schema", "clients"),
 }
 

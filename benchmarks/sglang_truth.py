@@ -41,6 +41,7 @@ from sostenuto.types import EngineId, ProgramId, Version
 PROGRAMS, TURNS = 16, 6
 PROMPT_TOKENS, TURN_TOKENS, RESULT_TOKENS = 64, 24, 16
 TOOL_S = 0.1
+"""The mean: with one time for all they would run and wait together, and no update would meet a turn."""
 _CONTRACT = "tests/test_sglang_adapter.py"
 _FAKED = [f"tests/test_sglang_{part}.py" for part in ("traps", "updates", "distributed", "bad_input")]
 
@@ -155,7 +156,7 @@ async def _program(engine: SGLangEngine, number: int, measured: Measured) -> Non
         measured.generated += len(reply.token_ids)
         measured.mixed += len(reply.versions) > 1
         tokens = [*tokens, *reply.token_ids, *(draw.randrange(64) for _ in range(RESULT_TOKENS))]
-        await anyio.sleep(TOOL_S)
+        await anyio.sleep(draw.uniform(0, 2 * TOOL_S))
     await engine.release(ProgramId(name))
 
 

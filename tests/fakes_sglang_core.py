@@ -245,7 +245,7 @@ class Core:
         counts = np.bincount(req.output, minlength=self.vocabulary)
         values = values - req.params.get("presence_penalty", 0.0) * (counts > 0)
         values = values - req.params.get("frequency_penalty", 0.0) * counts
-        if req.params.get("regex") == "[ab]+":
+        if (req.params.get("regex") or "").startswith("[ab]"):
             values[2:] = -np.inf
         return values
 
