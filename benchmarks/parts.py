@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.telling import Telling
 
 PARTS = {
-    "engines": ("decode", "memory", "exactness", "fleet", "adapters"),
+    "engines": ("decode", "memory", "exactness", "fleet", "adapters", "speculation"),
     "gateway": ("cost", "pressure", "fuzz", "schema", "clients"),
 }
 
