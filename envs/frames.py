@@ -14,6 +14,7 @@ import msgspec
 from sostenuto.errors import (
     ConfigError,
     EnvironmentFailure,
+    JudgeError,
     PathError,
     SandboxError,
     ToolError,
@@ -33,7 +34,8 @@ _LENGTH = struct.Struct(">I")
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (
-        ConfigError, EnvironmentFailure, PathError, SandboxError, ToolError, ToolServerError, Unsupported,
+        ConfigError, EnvironmentFailure, JudgeError, PathError, SandboxError, ToolError, ToolServerError,
+        Unsupported,
         FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError, ValueError,
     )
 }  # fmt: skip

@@ -10,6 +10,7 @@
     . SandboxError         provisioning, exec or file I/O in the sandbox   (infrastructure)
     . Overloaded           too much waits already; says when to try again  (infrastructure)
     . ToolServerError      the tool server refused, broke or went away     (infrastructure)
+    . JudgeError           a model that was to score gave no score         (infrastructure)
     . EnvironmentFailure   code the environment's author wrote raised      (environment)
     . PolicyError          the policy's own output cannot be continued     (policy)
   - ToolError              raised by a tool on purpose; the model sees its text
@@ -71,6 +72,10 @@ class SandboxError(ProgramError):
 
 class ToolServerError(ProgramError):
     """The tool server refused, broke or went away."""
+
+
+class JudgeError(ProgramError):
+    """A model that was to score an episode gave no score."""
 
 
 class Overloaded(ProgramError):  # noqa: N818 - reads as the fact it states
