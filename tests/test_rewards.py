@@ -270,8 +270,8 @@ async def test_a_judge_that_nobody_serves_is_told():
     ],
 )
 def test_a_judge_that_cannot_be_meant_is_refused(settings: dict[str, Any], said: str):
+    given: dict[str, Any] = {"url": "http://a/v1", "model": "m", "prompt": PROMPT, **settings}
     with pytest.raises(ConfigError, match=said):
-        given: dict[str, Any] = {"url": "http://a/v1", "model": "m", "prompt": PROMPT, **settings}
         Judge(**given)
 
 
