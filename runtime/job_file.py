@@ -26,7 +26,7 @@ from sostenuto.envs.registry import Registry
 from sostenuto.envs.task import Tasks
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig, Section, load_toml
-from sostenuto.runtime.jobs.job import EvalJob, RLJob, WarmStart
+from sostenuto.runtime.jobs.job import EvalJob, RLJob, Stragglers, WarmStart
 from sostenuto.runtime.jobs.teacher import Teacher
 from sostenuto.runtime.models import resolve_model
 from sostenuto.trainer.algorithms import GRPO, AnyAlgorithm
@@ -98,6 +98,9 @@ class TrainFile(_JobFile):
     groups_per_step: int = Field(default=8, gt=0)
     max_staleness: int = Field(default=1, ge=0)
     kv_at_update: Literal["recompute", "keep"] = "recompute"
+    sampler: str = "fifo"
+    refills: int = Field(default=1, ge=0)
+    stragglers: Stragglers | None = None
     eval_every: int = Field(default=0, ge=0)
     save_every: int = Field(default=0, ge=0)
     algorithm: AnyAlgorithm = GRPO()

@@ -6,6 +6,7 @@ What comes out is a sealed trajectory (TRAIN, waiting for the trainer), or one t
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import anyio
@@ -48,6 +49,7 @@ class Rollouts:
         self._quarantine_after = quarantine_after
         self._trace = trace
         self._infrastructure_failures: Counter[str] = Counter()
+        self._recalled: dict[ProgramId, Outcome] = {}
         self.cancelled_by = "user"
         """Who is named when programs are cancelled."""
 
@@ -68,6 +70,10 @@ class Rollouts:
             self.cancelled_by = JOB_FAILED
             raise
 
+    def recall(self, program_id: ProgramId, outcome: Outcome) -> None:
+        """A program that runs ends as `outcome` now; whoever runs it cancels it after this."""
+        self._recalled[program_id] = outcome
+
     async def run(self, spec: ProgramSpec) -> Trajectory:
         """Run one program; however it ends, it is in the books before that goes on."""
         self._ledger.submit(spec.id)
@@ -75,7 +81,8 @@ class Rollouts:
         try:
             trajectory = await self._runner.run(spec)
         except anyio.get_cancelled_exc_class():
-            self.end(spec.id, Outcome(OutcomeKind.CANCELLED, self.cancelled_by))
+            cancelled = Outcome(OutcomeKind.CANCELLED, self.cancelled_by)
+            self.end(spec.id, self._recalled.pop(spec.id, cancelled))
             raise
         except BaseException as error:
             # No program's failure, such as a template that refuses every prompt: it ends the job.
@@ -83,6 +90,9 @@ class Rollouts:
             reason = f"{type(error).__name__}: {error}"
             self.end(spec.id, Outcome(OutcomeKind.FAILED, reason, Blame.INFRASTRUCTURE))
             raise
+        recalled = self._recalled.pop(spec.id, None)
+        if recalled is not None and trajectory.outcome is None:
+            trajectory = replace(trajectory, outcome=recalled)
         self._enter(trajectory)
         self._record(trajectory)
         return trajectory

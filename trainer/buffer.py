@@ -8,7 +8,7 @@
   its own has had its end already and does not come back.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,44 +16,11 @@ import numpy as np
 
 from sostenuto.errors import RecordError
 from sostenuto.records import Trajectory, validate
-from sostenuto.trainer.advantages import has_spread
+from sostenuto.trainer.groups import Dropped as Dropped
+from sostenuto.trainer.groups import ReadyGroup as ReadyGroup
+from sostenuto.trainer.groups import RunningGroup
+from sostenuto.trainer.samplers import Fifo, Sampler, Standing
 from sostenuto.types import GroupId, ProgramId, Version
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A finished program that will not be trained."""
-
-    program_id: ProgramId
-    reason: str
-    """stale, lineage, no_signal, group_too_small, nothing_to_train, reward_missing, reward_not_finite,
-    invalid_record, or what `drain` was given."""
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadyGroup:
-    """The members of one group that can be trained together, in the order in which the group was opened."""
-
-    group_id: GroupId
-    members: tuple[Trajectory, ...]
-    arrived: int
-    """Order in which groups became ready."""
-
-    @property
-    def oldest_version(self) -> Version:
-        return min(v.version for member in self.members for v in member.version_spans)
-
-    @property
-    def has_signal(self) -> bool:
-        """Whether the members' rewards differ."""
-        return has_spread(np.array([member.reward for member in self.members], dtype=np.float64))
-
-    def describe_rewards(self) -> str:
-        return f"every reward is {self.members[0].reward:g}"
-
-    def drop(self, reason: str, detail: str = "") -> tuple[Dropped, ...]:
-        return tuple(Dropped(member.program_id, reason, detail) for member in self.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +34,22 @@ class Taken:
     dropped: tuple[Dropped, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """A running group that was given up."""
+
+    group_id: GroupId
+    why: str
+    running: tuple[ProgramId, ...]
+    ended: tuple[ProgramId, ...]
+    """Members without an outcome of their own."""
+
+
 @dataclass(slots=True)
 class _OpenGroup:
     members: tuple[ProgramId, ...]
     started: Version
+    place: int
     ended: dict[ProgramId, Trajectory] = field(default_factory=dict[ProgramId, Trajectory])
     dropped: set[ProgramId] = field(default_factory=set[ProgramId])
 
@@ -82,6 +61,7 @@ class Buffer:
     rewards; a program that continues a history never has one.
     `ancestors`: for each earlier run epoch the highest version number that the present weights descend
     from.  Records of an epoch that is not listed, or beyond its number, are of an abandoned lineage.
+    `sampler`: which groups start, are used, and are given up; the bound on staleness is the buffer's own.
     """
 
     def __init__(
@@ -91,14 +71,16 @@ class Buffer:
         fewest: int = 2,
         needs_reward: bool = True,
         ancestors: Mapping[int, int] | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
+        self.sampler = sampler or Fifo()
         self._zero_spread = zero_spread
         self._fewest = fewest
         self._needs_reward = needs_reward
         self._ancestors = dict(ancestors or {})
         self._open: dict[GroupId, _OpenGroup] = {}
         self._ready: list[ReadyGroup] = []
-        self._arrivals = 0
+        self._arrivals = self._openings = 0
         self._drained: str | None = None
 
     def __repr__(self) -> str:
@@ -112,6 +94,11 @@ class Buffer:
     @property
     def ready_groups(self) -> int:
         return len(self._ready)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all that arrives is dropped."""
+        return self._drained is not None
 
     @property
     def waiting_for(self) -> Mapping[GroupId, tuple[ProgramId, ...]]:
@@ -133,7 +120,8 @@ class Buffer:
             raise RecordError(
                 f"group {group_id}: {self._fewest} or more different members are needed, not {expected}"
             )
-        self._open[group_id] = _OpenGroup(expected, started)
+        self._open[group_id] = _OpenGroup(expected, started, self._openings)
+        self._openings += 1
 
     def add(self, trajectory: Trajectory) -> tuple[Dropped, ...]:
         """Take in a member that has ended; return whom this drops.
@@ -150,33 +138,59 @@ class Buffer:
         completed = self._complete(trajectory.group_id) if len(group.ended) == len(group.members) else ()
         return ((fault,) if fault else ()) + completed
 
+    def replace(self, group_id: GroupId, old: ProgramId, new: ProgramId) -> None:
+        """Expect `new` in the place of a member that came to nothing; what `old` came to is forgotten."""
+        group = self._open[group_id]
+        group.members = tuple(new if member == old else member for member in group.members)
+        group.ended.pop(old, None)
+        group.dropped.discard(old)
+
+    def leave_out(self, group_id: GroupId, late: Iterable[ProgramId]) -> tuple[Dropped, ...]:
+        """Go on without members that have not ended; return whom this drops, if it completes the group."""
+        group, out = self._open[group_id], set(late)
+        group.members = tuple(member for member in group.members if member not in out)
+        return self._complete(group_id) if len(group.ended) == len(group.members) else ()
+
+    def room(self, deployed: Version, max_staleness: int, *, per_version: int, learning: int) -> int:
+        """Groups that may start now; `learning` were taken, and their version is not deployed yet."""
+        return self.sampler.admit(self._standing(deployed, max_staleness, per_version, learning))
+
     def take(
         self, groups: int, deployed: Version, max_staleness: int, *, per_version: int = 0, used: int = 0
     ) -> Taken:
-        """A batch of `groups` groups, the oldest versions first, all within the bound under `deployed`.
+        """A batch of `groups` groups, all within the bound under `deployed`, as the sampler chooses.
 
-        Groups that are too stale or of another lineage leave the buffer, batch or not.  There is no batch
-        that would leave groups behind, running or ready, which later batches could not all use in time.
+        Groups that are too stale or of another lineage leave the buffer, batch or not.
         `per_version`: groups that raise the version by one, where that is not the batch; `used` of them
         were taken since the last one.
         """
-        pace = _Pace(per_version or groups, used + groups, deployed, max_staleness)
-        dropped: list[Dropped] = []
-        usable: list[ReadyGroup] = []
-        for group in self._ready:
-            fault = self._unusable(group, deployed, max_staleness)
-            dropped.extend(fault)
-            if not fault:
-                usable.append(group)
-        usable.sort(key=lambda group: (group.oldest_version, group.arrived))
-        enough = len(usable) >= groups and not self._should_wait(usable, groups, pace)
-        self._ready = usable[groups:] if enough else usable
-        batch = usable[:groups] if enough else []
+        dropped = self._cast_out(lambda group: self._unusable(group, deployed, max_staleness))
+        standing = self._standing(deployed, max_staleness, per_version or groups, used)
+        evicted = self.sampler.evict(standing)
+        if evicted:
+            dropped += self._cast_out(lambda group: _evicted(group, evicted))
+            standing = self._standing(deployed, max_staleness, per_version or groups, used)
+        batch = self._selected(standing, groups)
         skipped = [group for group in batch if self._zero_spread == "skip" and not group.has_signal]
         for group in skipped:
             dropped.extend(group.drop("no_signal", group.describe_rewards()))
         learnt = [group for group in batch if group not in skipped]
         return Taken(tuple(learnt), tuple(skipped), tuple(dropped))
+
+    def give_up(
+        self, deployed: Version, max_staleness: int, *, per_version: int, learning: int
+    ) -> tuple[Aborted, ...]:
+        """Forget the running groups that the sampler gives up; their members are the caller's to end."""
+        standing = self._standing(deployed, max_staleness, per_version, learning)
+        reasons = {group.group_id: self.sampler.should_abort(group, standing) for group in standing.running}
+        return tuple(self._abort(group_id, why) for group_id, why in reasons.items() if why)
+
+    @property
+    def group_ids(self) -> tuple[GroupId, ...]:
+        """Of all groups here, in the order in which they were opened."""
+        places = {group_id: group.place for group_id, group in self._open.items()}
+        places |= {group.group_id: group.place for group in self._ready}
+        return tuple(sorted(places, key=places.__getitem__))
 
     def drain(self, reason: str) -> tuple[Dropped, ...]:
         """Close for good: everything here is dropped for `reason`, and so is what still arrives."""
@@ -188,12 +202,36 @@ class Buffer:
         self._drained = reason
         return tuple(dropped)
 
-    def _should_wait(self, usable: list[ReadyGroup], groups: int, pace: "_Pace") -> bool:
-        """Whether a group that runs is more urgent than one of the batch, and would come too late."""
-        running = [group.started for group in self._open.values()]
-        left = [group.oldest_version for group in usable[groups:]] + running
-        overtakes = any(started < usable[groups - 1].oldest_version for started in running)
-        return overtakes and not pace.in_time(left)
+    def _standing(self, deployed: Version, max_staleness: int, per_version: int, learning: int) -> Standing:
+        running = tuple(
+            RunningGroup(group_id, group.place, group.started, len(group.members), len(group.ended))
+            for group_id, group in self._open.items()
+        )
+        return Standing(
+            deployed, max_staleness, per_version, learning, self._openings, tuple(self._ready), running
+        )
+
+    def _cast_out(self, fault_of: Callable[[ReadyGroup], tuple[Dropped, ...]]) -> list[Dropped]:
+        faults = [(group, fault_of(group)) for group in self._ready]
+        self._ready = [group for group, fault in faults if not fault]
+        return [drop for _, fault in faults for drop in fault]
+
+    def _selected(self, standing: Standing, groups: int) -> list[ReadyGroup]:
+        batch = list(self.sampler.select(standing, groups))
+        chosen = {group.group_id for group in batch}
+        if batch and (len(chosen) != groups or not chosen <= {group.group_id for group in self._ready}):
+            raise RecordError(
+                f"sampler {self.sampler.name!r} chose {len(chosen)} different groups of those that are "
+                f"ready, {groups} were asked for"
+            )
+        self._ready = [group for group in self._ready if group.group_id not in chosen]
+        return batch
+
+    def _abort(self, group_id: GroupId, why: str) -> Aborted:
+        group = self._open.pop(group_id)
+        running = tuple(member for member in group.members if member not in group.ended)
+        ended = tuple(member.program_id for member in _trainable(group))
+        return Aborted(group_id, why, running, ended)
 
     def _expecting(self, trajectory: Trajectory) -> _OpenGroup:
         group = self._open.get(trajectory.group_id)
@@ -206,7 +244,7 @@ class Buffer:
     def _complete(self, group_id: GroupId) -> tuple[Dropped, ...]:
         group = self._open.pop(group_id)
         members = _trainable(group)
-        ready = ReadyGroup(group_id, members, self._arrivals)
+        ready = ReadyGroup(group_id, members, self._arrivals, group.place)
         if len(members) < self._fewest:
             return ready.drop("group_too_small", f"{len(members)} of {len(group.members)} can be trained")
         if self._zero_spread == "replace" and not ready.has_signal:
@@ -231,25 +269,8 @@ class Buffer:
         return version.epoch < deployed.epoch and version.number <= self._ancestors.get(version.epoch, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pace:
-    """How fast the version rises with what is taken."""
-
-    per_version: int
-    taken: int
-    """Since `deployed` opened, this batch included."""
-    deployed: Version
-    max_staleness: int
-
-    def in_time(self, left: list[Version]) -> bool:
-        """Whether what comes next, the most urgent first, can use all that this batch leaves."""
-        # How many versions each may still wait; one that is too old already is past help.
-        newest = self.max_staleness - self.deployed.number
-        may_wait = sorted(newest + v.number for v in left if v.epoch == self.deployed.epoch)
-        urgent = [versions for versions in may_wait if versions >= 0]
-        return all(
-            versions >= (self.taken + place) // self.per_version for place, versions in enumerate(urgent)
-        )
+def _evicted(group: ReadyGroup, evicted: Mapping[GroupId, str]) -> tuple[Dropped, ...]:
+    return group.drop("evicted", evicted[group.group_id]) if group.group_id in evicted else ()
 
 
 def _trainable(group: _OpenGroup) -> tuple[Trajectory, ...]:

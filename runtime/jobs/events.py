@@ -104,6 +104,26 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """A member of a group that failed or came too late, and the program in its place."""
+
+    program: str
+    by: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A group that ran for so long that it could not be used any more."""
+
+    group: str
+    programs: int
+    reason: str
+    again: bool
+    """Its task is started anew."""
+
+
+@dataclass(frozen=True, slots=True)
 class NoSignal:
     """In every group of a whole batch the rewards were equal: nothing to learn from, another is sampled."""
 
@@ -182,6 +202,8 @@ JobEvent = (
     | StepTrained
     | Published
     | Dropped
+    | Replaced
+    | GivenUp
     | NoSignal
     | Quarantined
     | Stalled

@@ -15,6 +15,7 @@ from sostenuto.errors import ConfigError
 from sostenuto.runtime.jobs.teacher import Teacher, check_teachers
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.trainer.algorithms import GRPO, Algorithm
+from sostenuto.trainer.samplers import Sampler, open_sampler
 from sostenuto.trainer.settings import LearnerSettings, Schedule
 from sostenuto.types import Limits, Truncation
 
@@ -45,6 +46,22 @@ class WarmStart:
         for name in ("steps", "batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"warm_start: {name} is {getattr(self, name)}; give at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Stragglers:
+    """What is done about the last members of a group, when the others have waited long enough."""
+
+    after_s: float
+    """From when half of the members have ended."""
+    then: Literal["leave_out", "refill"] = "leave_out"
+    """leave_out: the group goes on without them.  refill: they are started anew first, once."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        if not self.after_s > 0:
+            raise ConfigError(f"stragglers: after_s is {self.after_s}; give more than 0 seconds")
 
 
 def local_folder(given: str | Path, name: str) -> Path:
@@ -119,6 +136,12 @@ class RLJob(_Job):
     """Versions that a batch may lag behind when it is used; 0: generation waits for learning."""
     kv_at_update: Literal["recompute", "keep"] = "recompute"
     """What new weights do to KV of the old ones: compute it anew, or go on with it."""
+    sampler: str | Sampler = "fifo"
+    """Which groups make a batch: fifo, in_order, ready_first, windowed:N; or one of your own."""
+    refills: int = 1
+    """How often a member that the infrastructure failed is started anew."""
+    stragglers: Stragglers | None = None
+    """None: a group waits for all of its members."""
     eval_tasks: Tasks[Any] | Sequence[BaseModel] = ()
     eval_every: int = 0
     """In steps; 0: before and after training alone."""
@@ -133,6 +156,7 @@ class RLJob(_Job):
                 raise ConfigError(f"{name}: {getattr(self, name)}; give at least 1")
         if self.max_staleness < 0:
             raise ConfigError(f"max_staleness: {self.max_staleness}; give 0 or more")
+        _check_flow(self)
         if self.reference is not None and self.algorithm.kl is None:
             raise ConfigError("reference: nothing is compared with it; give algorithm.kl, or leave it out")
         check_teachers(self.teachers, self.algorithm, self.env.__name__, self.tasks)
@@ -167,11 +191,18 @@ class RolloutJob(_Job):
     """What new weights do to KV of the old ones: compute it anew, or go on with it."""
     routed_experts: bool = False
     """Record which experts of a mixture-of-experts model each token was routed to."""
+    sampler: str | Sampler = "fifo"
+    """Which groups make a batch: fifo, in_order, ready_first, windowed:N; or one of your own."""
+    refills: int = 1
+    """How often a member that the infrastructure failed is started anew."""
+    stragglers: Stragglers | None = None
+    """None: a group waits for all of its members."""
 
     def __post_init__(self) -> None:
         for name, least in (("group_size", 1), ("groups_per_step", 1), ("max_staleness", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: {getattr(self, name)}; give at least {least}")
+        _check_flow(self)
         if self.temperature <= 0:
             raise ConfigError(f"temperature: {self.temperature}; give more than 0, training needs chance")
         if self.zero_spread == "replace" and self.group_size == 1:
@@ -179,6 +210,12 @@ class RolloutJob(_Job):
 
     def task_source(self) -> TaskSource:
         return _source_of(self.tasks, self.seed)
+
+
+def _check_flow(job: RLJob | RolloutJob) -> None:
+    open_sampler(job.sampler).check(job.groups_per_step)
+    if job.refills < 0:
+        raise ConfigError(f"refills: {job.refills}; give 0 or more")
 
 
 def _source_of(tasks: Tasks[Any] | Sequence[BaseModel] | TaskSource, seed: int) -> TaskSource:

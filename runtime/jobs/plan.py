@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from sostenuto.runtime.jobs.job import RLJob, RolloutJob, TaskSource
+from sostenuto.runtime.jobs.job import RLJob, RolloutJob, Stragglers, TaskSource
 from sostenuto.tools.wire import EnvironmentRef
+from sostenuto.trainer.samplers import Sampler
 from sostenuto.types import Limits
 
 
@@ -25,6 +26,9 @@ class Plan:
     fewest: int
     """Members that a group can be learnt from with."""
     needs_reward: bool
+    sampler: str | Sampler
+    refills: int
+    stragglers: Stragglers | None
     groups: int | None
     """That are used in all; None: whoever takes them says when it is enough."""
 
@@ -45,6 +49,9 @@ def plan_of(job: RLJob) -> Plan:
         zero_spread=job.algorithm.zero_spread,
         fewest=2 if job.algorithm.compares_group else 1,
         needs_reward=job.algorithm.needs_reward,
+        sampler=job.sampler,
+        refills=job.refills,
+        stragglers=job.stragglers,
         groups=job.steps * job.groups_per_step,
     )
 
@@ -65,5 +72,8 @@ def plan_of_rollouts(job: RolloutJob) -> Plan:
         zero_spread=job.zero_spread,
         fewest=min(2, job.group_size),
         needs_reward=True,
+        sampler=job.sampler,
+        refills=job.refills,
+        stragglers=job.stragglers,
         groups=None,
     )

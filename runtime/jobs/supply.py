@@ -7,7 +7,7 @@ Invariants:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +15,17 @@ import anyio
 from anyio.abc import TaskGroup
 from pydantic import JsonValue
 
-from sostenuto.envs.task import Draw
-from sostenuto.errors import ConfigError, SostenutoError
+from sostenuto.errors import SostenutoError
 from sostenuto.records import Trajectory
-from sostenuto.runtime.jobs.events import Dropped, JobEvent, NoSignal, Quarantined, Stalled
+from sostenuto.runtime.jobs.events import Dropped, GivenUp, JobEvent, NoSignal, Quarantined, Stalled
+from sostenuto.runtime.jobs.members import Members
+from sostenuto.runtime.jobs.openings import Openings
 from sostenuto.runtime.jobs.plan import Plan
-from sostenuto.runtime.jobs.seeds import seed_of
-from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.trainer.buffer import Buffer, ReadyGroup, Taken
 from sostenuto.trainer.buffer import Dropped as DroppedProgram
-from sostenuto.trainer.pacing import Pacing
-from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId, Purpose, Version
+from sostenuto.trainer.samplers import open_sampler
+from sostenuto.types import GroupId, Outcome, OutcomeKind, Version
 
 TRAINED = Outcome(OutcomeKind.TRAINED)
 _STALL_S = 30.0
@@ -70,11 +69,16 @@ class GroupSupply:
         self._rollouts = rollouts
         self._deployed = deployed
         self._say = say
+        sampler = open_sampler(plan.sampler)
+        sampler.check(plan.groups_per_step)
         self._buffer = Buffer(
-            zero_spread=plan.zero_spread, fewest=plan.fewest, needs_reward=plan.needs_reward
+            zero_spread=plan.zero_spread,
+            fewest=plan.fewest,
+            needs_reward=plan.needs_reward,
+            sampler=sampler,
         )
-        self._pacing = Pacing(plan.groups_per_step, plan.max_staleness)
-        self._ordinal = 0
+        self._openings = Openings(plan, rollouts.is_quarantined, self._trainable_until)
+        self._members = Members(plan, rollouts, self._buffer, self._openings, ended=self._ended, say=say)
         self._learning = 0
         """Groups whose place is taken until the next version opens."""
         self._in_hand: dict[GroupId, ReadyGroup] = {}
@@ -88,9 +92,9 @@ class GroupSupply:
         self._changed = anyio.Event()
 
     async def generate(self) -> None:
-        """Open groups while there is room, until cancelled or out of tasks."""
+        """Open groups while there is room, until cancelled."""
         async with anyio.create_task_group() as group:
-            while not self._exhausted:
+            while True:
                 for _ in range(self._room()):
                     self._open_next(group)
                 await self._change()
@@ -109,9 +113,9 @@ class GroupSupply:
                 continue
             if self._is_over:
                 raise TasksExhausted(
-                    f"the tasks are used up after {self._ordinal} draws, {self._buffer.ready_groups} of "
-                    f"{self._plan.groups_per_step} groups are ready for a batch; "
-                    "give more tasks, more epochs or fewer steps"
+                    f"the tasks are used up after {self._openings.draws} draws, "
+                    f"{self._buffer.ready_groups} of {self._plan.groups_per_step} groups are ready for a "
+                    "batch; give more tasks, more epochs or fewer steps"
                 )
             await self._wait()
 
@@ -149,7 +153,23 @@ class GroupSupply:
     def deployed(self) -> None:
         """A version is open that was learnt from all that has its outcome: there may be room now."""
         self._learning = len(self._in_hand)
+        self._openings.keep(self._unfinished)
+        self._give_up()
         self._notify()
+
+    def state_dict(self) -> dict[str, JsonValue]:
+        """Where to go on: what was opened and has no outcome is sampled anew, before what was never drawn."""
+        return {
+            "used": self._used - len(self._in_hand),
+            "tasks": self._openings.state_dict(self._unfinished),
+            "sampler": self._buffer.sampler.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before `generate`.  ConfigError for a state of another job."""
+        self._used = int(state["used"])
+        self._openings.load_state_dict(state["tasks"])
+        self._buffer.sampler.load_state_dict(state["sampler"])
 
     def close(self, reason: str) -> None:
         """Drop what is here, what still arrives, and what was handed out and did not come to its end."""
@@ -194,72 +214,63 @@ class GroupSupply:
 
     def _room(self) -> int:
         """Groups that may start now, and that the rest of the job can still use."""
-        open_groups, ready = self._buffer.open_groups, self._buffer.ready_groups
-        room = self._pacing.room(open_groups=open_groups, ready_groups=ready, learning_groups=self._learning)
+        room = self._buffer.room(
+            self._deployed(),
+            self._plan.max_staleness,
+            per_version=self._plan.groups_per_step,
+            learning=self._learning,
+        )
         if self._plan.groups is not None:
-            room = min(room, self._plan.groups - self._used - open_groups - ready)
+            here = self._buffer.open_groups + self._buffer.ready_groups
+            room = min(room, self._plan.groups - self._used - here)
         return max(0, room)
 
     def _open_next(self, running: TaskGroup) -> None:
-        draw = self._draw()
-        if draw is None:
+        opening = self._openings.next()
+        if opening is not None:
+            self._members.start(opening, self._deployed(), running)
+        elif not self._exhausted:
             self._exhausted = True
             self._notify()
-            return
-        group_id = GroupId(f"{self._plan.name}-{draw.ordinal:06d}")
-        task = draw.payload()
-        specs = [self._spec(draw, group_id, task, member) for member in range(self._plan.group_size)]
-        self._buffer.open(group_id, [spec.id for spec in specs], self._deployed())
-        for spec in specs:
-            running.start_soon(self._run, spec)
-
-    def _draw(self) -> Draw[Any] | None:
-        """The next task that is not quarantined; None beyond the last one."""
-        skipped = 0
-        while True:
-            try:
-                draw = self._plan.source.at(self._ordinal)
-            except IndexError:
-                return None
-            self._ordinal += 1
-            if not self._rollouts.is_quarantined(draw.task_id):
-                return draw
-            skipped += 1
-            if skipped > 1000:
-                raise ConfigError(f"tasks: all are quarantined: {', '.join(self._rollouts.quarantined[:10])}")
-
-    def _spec(
-        self, draw: Draw[Any], group_id: GroupId, task: dict[str, JsonValue], member: int
-    ) -> ProgramSpec:
-        return ProgramSpec(
-            id=ProgramId(f"{group_id}-{member}"),
-            group_id=group_id,
-            task_id=draw.task_id,
-            purpose=Purpose.TRAIN,
-            environment=self._plan.environment,
-            task=task,
-            limits=self._plan.limits,
-            temperature=self._plan.temperature,
-            seed=seed_of(self._plan.seed, draw.ordinal, member),
-            environment_seed=seed_of(self._plan.seed, draw.ordinal),
-            group_size=self._plan.group_size,
-            routed_experts=self._plan.routed_experts,
-            trainable_until=self._trainable_until(),
-        )
 
     def _trainable_until(self) -> Version:
         """Of a program that begins to sample now."""
         deployed = self._deployed()
         return Version(deployed.epoch, deployed.number + self._plan.max_staleness)
 
-    async def _run(self, spec: ProgramSpec) -> None:
-        trajectory = await self._rollouts.run(spec)
-        if self._rollouts.is_quarantined(spec.task_id) and spec.task_id not in self._quarantined:
-            self._quarantined.add(spec.task_id)
-            self._say(Quarantined(spec.task_id))
-        self._count(trajectory)
-        self._drop(self._buffer.add(trajectory))
+    @property
+    def _unfinished(self) -> list[GroupId]:
+        """Groups that were opened and have no outcome, in the order in which they were taken and opened."""
+        return [*self._in_hand, *self._buffer.group_ids]
+
+    def _ended(self, trajectory: Trajectory | None, dropped: tuple[DroppedProgram, ...]) -> None:
+        if trajectory is not None:
+            self._look_at(trajectory)
+        self._drop(dropped)
         self._notify()
+
+    def _look_at(self, trajectory: Trajectory) -> None:
+        task_id = trajectory.task_id
+        if self._rollouts.is_quarantined(task_id) and task_id not in self._quarantined:
+            self._quarantined.add(task_id)
+            self._say(Quarantined(task_id))
+        self._count(trajectory)
+
+    def _give_up(self) -> None:
+        """End the groups that the sampler gives up; their tasks are started anew, once."""
+        aborted = self._buffer.give_up(
+            self._deployed(),
+            self._plan.max_staleness,
+            per_version=self._plan.groups_per_step,
+            learning=self._learning,
+        )
+        for group in aborted:
+            again = self._openings.again(group.group_id)
+            outcome = Outcome(OutcomeKind.RECYCLED if again else OutcomeKind.DROPPED, "stale")
+            self._members.recall(group.running, outcome)
+            for program_id in group.ended:
+                self._rollouts.end(program_id, outcome)
+            self._say(GivenUp(group.group_id, len(group.running) + len(group.ended), group.why, again=again))
 
     # ---- what comes to nothing ----
 
@@ -280,7 +291,7 @@ class GroupSupply:
     @property
     def _is_over(self) -> bool:
         """No group will come any more."""
-        return self._exhausted and not self._buffer.open_groups
+        return self._exhausted and not self._buffer.open_groups and not self._openings.waits
 
     def _refuse_to_wait_for_ever(self) -> None:
         in_a_row = _LOST_GROUPS * self._plan.group_size

@@ -11,11 +11,13 @@ from rich.table import Table
 from sostenuto.runtime.jobs.events import (
     Dropped,
     Evaluated,
+    GivenUp,
     JobEvent,
     JobResult,
     JobStarted,
     NoSignal,
     Quarantined,
+    Replaced,
     Saved,
     Stalled,
     StepTrained,
@@ -97,6 +99,13 @@ class Terminal:
                 )
             case Dropped(reason, programs, detail) if reason not in _EXPECTED:
                 self._line(escape(f"{programs} programs dropped: {reason} {detail}"))
+            case Replaced(program, by, reason):
+                self._line(escape(f"{program} was started anew as {by}: {reason}"))
+            case GivenUp(group, programs, reason, again):
+                then = "its task is started anew" if again else "its task is left out"
+                self._line(
+                    f"[yellow]{escape(f'{group} was given up ({programs} programs): {reason}; {then}')}[/]"
+                )
             case NoSignal(groups, reward):
                 self._line(
                     f"[yellow]nothing to learn from: in each of {groups} groups all rewards are equal "

@@ -1,0 +1,134 @@
+"""Which task comes next, and what each member of its group is started with.
+
+- A draw is known by its ordinal. Its group has that in its id; one that is started anew has `.2` behind it.
+- What was opened and has not come to its end is drawn again by who goes on from `state_dict`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import JsonValue
+
+from sostenuto.envs.task import Draw
+from sostenuto.errors import ConfigError
+from sostenuto.runtime.jobs.plan import Plan
+from sostenuto.runtime.jobs.seeds import seed_of
+from sostenuto.runtime.program import ProgramSpec
+from sostenuto.types import GroupId, ProgramId, Purpose, Version
+
+_MOST_STARTS = 2
+"""Of one draw: the group that was given up while it ran is started anew once."""
+_LOOKED_AT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A group that is about to start."""
+
+    group_id: GroupId
+    specs: tuple[ProgramSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    ordinal: int
+    number: int = 1
+
+
+class Openings:
+    """Of one job."""
+
+    def __init__(
+        self, plan: Plan, is_quarantined: Callable[[str], bool], trainable_until: Callable[[], Version]
+    ) -> None:
+        self._plan = plan
+        self._is_quarantined = is_quarantined
+        self._trainable_until = trainable_until
+        self._next = 0
+        self._again: deque[_Start] = deque()
+        self._starts: dict[GroupId, _Start] = {}
+
+    @property
+    def draws(self) -> int:
+        """How many ordinals were looked at."""
+        return self._next
+
+    def next(self) -> Opening | None:
+        """The next group; None beyond the last task.  ConfigError when every task is quarantined."""
+        for _ in range(_LOOKED_AT):
+            start = self._again.popleft() if self._again else _Start(self._next)
+            try:
+                draw = self._plan.source.at(start.ordinal)
+            except IndexError:
+                return None
+            self._next = max(self._next, start.ordinal + 1)
+            if not self._is_quarantined(draw.task_id):
+                return self._open(draw, start)
+        raise ConfigError(f"tasks: {_LOOKED_AT} in a row are quarantined; look at why their programs fail")
+
+    def again(self, group_id: GroupId) -> bool:
+        """Start the group's task anew, under another id; False when that was done before."""
+        start = self._starts[group_id]
+        if start.number >= _MOST_STARTS:
+            return False
+        self._again.append(replace(start, number=start.number + 1))
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Whether something is to be started anew."""
+        return bool(self._again)
+
+    def anew(self, spec: ProgramSpec, times: int) -> ProgramSpec:
+        """The same member once more, with an id and noise of its own."""
+        program_id = ProgramId(f"{spec.id.partition('+')[0]}+{times}")
+        return replace(
+            spec,
+            id=program_id,
+            seed=seed_of(self._plan.seed, program_id),
+            trainable_until=self._trainable_until(),
+        )
+
+    def state_dict(self, unfinished: Collection[GroupId]) -> dict[str, JsonValue]:
+        """`unfinished`: groups that were opened and have not come to their end."""
+        again = [start.ordinal for start in self._again]
+        return {"next": self._next, "again": [*(self._starts[group].ordinal for group in unfinished), *again]}
+
+    def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:
+        """Go on: first with what had not come to its end, in its order.  ConfigError for another thing."""
+        following, again = state.get("next"), state.get("again")
+        if not isinstance(following, int) or not isinstance(again, list):
+            raise ConfigError(f"tasks: {dict(state)} is no place in them; give what state_dict gave")
+        ordinals = [ordinal for ordinal in again if isinstance(ordinal, int)]
+        self._next, self._again = following, deque(map(_Start, ordinals))
+
+    def keep(self, unfinished: Collection[GroupId]) -> None:
+        """Forget the groups that have come to their end."""
+        self._starts = {group_id: self._starts[group_id] for group_id in unfinished}
+
+    def _open(self, draw: Draw[Any], start: _Start) -> Opening:
+        anew = f".{start.number}" if start.number > 1 else ""
+        group_id = GroupId(f"{self._plan.name}-{draw.ordinal:06d}{anew}")
+        self._starts[group_id] = start
+        task, plan = draw.payload(), self._plan
+        specs = tuple(
+            ProgramSpec(
+                id=ProgramId(f"{group_id}-{member}"),
+                group_id=group_id,
+                task_id=draw.task_id,
+                purpose=Purpose.TRAIN,
+                environment=plan.environment,
+                task=task,
+                limits=plan.limits,
+                temperature=plan.temperature,
+                seed=seed_of(plan.seed, draw.ordinal, member, *([start.number] if anew else [])),
+                environment_seed=seed_of(plan.seed, draw.ordinal),
+                group_size=plan.group_size,
+                routed_experts=plan.routed_experts,
+                trainable_until=self._trainable_until(),
+            )
+            for member in range(plan.group_size)
+        )
+        return Opening(group_id, specs)
