@@ -1,6 +1,7 @@
 """How a new version reaches the engines.  The gate in `scheduler/` decides; this carries it out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -59,6 +60,8 @@ class _Pending:
     failures: list[str] = field(default_factory=list[str])
     commits: list[CommitReply] = field(default_factory=list[CommitReply])
     opened: bool = False
+    abandoned: bool = False
+    """Who would carry it out is gone."""
     staged_s: float = 0.0
 
 
@@ -91,6 +94,8 @@ class Publishing:
             self._feed(PublicationBegun(version))
             await pending.over.wait()
         self._pending = None
+        if pending.abandoned:
+            await anyio.lowlevel.checkpoint_if_cancelled()
         if not pending.opened:
             raise EngineError(f"version {version} could not be published: {'; '.join(pending.failures)}")
         return Publication(
@@ -129,11 +134,23 @@ class Publishing:
             self.manifest = self._pending.manifest if opened else self.manifest
             self._pending.over.set()
 
+    @contextmanager
+    def _seen_through(self) -> Generator[None]:
+        """When the dispatcher ends in the block, whoever waits for the publication is told."""
+        try:
+            yield
+        except anyio.get_cancelled_exc_class():
+            if self._pending:
+                self._pending.abandoned = True
+                self._pending.failures.append("the engines were let go meanwhile")
+                self._pending.over.set()
+            raise
+
     async def _stage(self, engine_id: EngineId, version: Version) -> None:
         if self._pending is None:
             return
         try:
-            with anyio.fail_after(self._policy.stage_timeout_s):
+            with self._seen_through(), anyio.fail_after(self._policy.stage_timeout_s):
                 await self._engines[engine_id].prepare_update(self._pending.manifest)
         except (EngineError, TimeoutError) as error:
             reason = str(error) or f"staging took over {self._policy.stage_timeout_s:.0f} s"
@@ -151,7 +168,8 @@ class Publishing:
             held="keep" if keep else "drop",
         )
         try:
-            reply = await self._engines[engine_id].commit_update(request)
+            with self._seen_through():
+                reply = await self._engines[engine_id].commit_update(request)
         except EngineError as error:
             self._feed(UpdateFailed(engine_id, version, str(error)))
             return

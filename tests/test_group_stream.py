@@ -57,6 +57,9 @@ class World:
     tools: FakeTools = field(default_factory=Uneven)
     ledger: Ledger = field(default_factory=Ledger)
     said: list[JobEvent] = field(default_factory=list[JobEvent])
+    engine: FakeEngine = field(
+        default_factory=lambda: FakeEngine(("!look a", "done"), kv_tokens=4000, concurrency=16)
+    )
     copyist: Copyist = field(default_factory=Copyist)
     numbers: int = 0
 
@@ -84,12 +87,11 @@ class World:
 
     @asynccontextmanager
     async def _shop(self) -> AsyncGenerator[Workshop]:
-        engine = FakeEngine(("!look a", "done"), kv_tokens=4000, concurrency=16)
         config = RuntimeConfig(directory=self.directory)
         settings = SchedulerSettings(live_programs=64)
         async with (
             open_journal(self.directory / "journal.db") as journal,
-            open_dispatcher(settings, {EngineId("e"): engine}, self.tools, FakeRenderer()) as dispatcher,
+            open_dispatcher(settings, {EngineId("e"): self.engine}, self.tools, FakeRenderer()) as dispatcher,
         ):
             premises = Premises(
                 config, RunDirectory(self.directory), journal, self.ledger, self.tools, "none",
@@ -208,6 +210,42 @@ async def test_a_consumer_that_is_cancelled_anywhere_leaves_closed_books(world: 
     assert (here.books.running, here.books.sealed) == (0, 0)
     published = [event.groups for event in here.said if isinstance(event, Published)]
     assert here.books.outcomes.get("trained", 0) == 4 * sum(published)
+
+
+@dataclass
+class Endless(FakeEngine):
+    """Says that it stages an update, and never comes to the end of it."""
+
+    staging: anyio.Event = field(default_factory=anyio.Event)
+
+    async def prepare_update(self, manifest: Manifest) -> None:
+        del manifest
+        self.staging.set()
+        await anyio.sleep_forever()
+
+
+async def test_a_publication_ends_with_the_engines_that_it_waits_for(world: Make):
+    here = world()
+    here.engine = engine = Endless(("done",), kv_tokens=4000, concurrency=16)
+    errors: list[Exception] = []
+
+    async def publish(stream: GroupStream) -> None:
+        try:
+            await stream.publish(WEIGHTS)
+        except SostenutoError as error:
+            errors.append(error)
+
+    async with anyio.create_task_group() as consumer:
+        with anyio.CancelScope() as scope:
+            async with here.open() as stream:
+                await anext(stream)
+                consumer.start_soon(publish, stream)
+                await engine.staging.wait()
+                scope.cancel()
+                await anyio.sleep_forever()
+    assert [str(error).partition(": ")[2] for error in errors] == ["the engines were let go meanwhile"]
+    assert (here.books.running, here.books.sealed) == (0, 0)
+    assert "trained" not in here.books.outcomes
 
 
 async def test_whoever_lets_go_of_the_stream_lets_the_job_end(world: Make):

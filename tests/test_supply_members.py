@@ -2,20 +2,21 @@
 
 import re
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import anyio
 import pytest
+from pydantic import JsonValue
 
 from fakes import FakeEngine, FakeRenderer, FakeTools
 from sostenuto.errors import ConfigError, ToolServerError
 from sostenuto.records import Trajectory
-from sostenuto.runtime.dispatcher import open_dispatcher
+from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.jobs.events import GivenUp, JobEvent, Replaced
 from sostenuto.runtime.jobs.job import Stragglers
-from sostenuto.runtime.jobs.plan import plan_of
+from sostenuto.runtime.jobs.plan import Plan, plan_of
 from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.journal import Journal
 from sostenuto.runtime.ledger import Ledger
@@ -161,45 +162,54 @@ async def test_whatever_the_sampler_the_books_close_and_the_bound_holds(sampler:
     assert course.ledger.statistics().outcomes["trained"] > 10 * 3 * 2
 
 
-async def test_who_goes_on_samples_anew_what_had_not_come_to_its_end_and_nothing_else():
-    plan = plan_of(replace(job(staleness=1, steps=6), sampler="in_order"))
-    first, second = Moody(), Moody()
-    trained: list[int] = []
+@dataclass
+class Part:
+    """Some steps of a job, from a state on; what is sampled, and what is trained."""
 
-    async def run(tools: Moody, state: dict[str, object] | None, steps: int) -> dict[str, object]:
-        said: list[JobEvent] = []
+    plan: Plan
+    tools: Moody = field(default_factory=Moody)
+    trained: list[int] = field(default_factory=list[int])
+    state: dict[str, JsonValue] = field(default_factory=dict[str, JsonValue])
+
+    async def run(self, steps: int, state: Mapping[str, JsonValue] | None = None) -> None:
         engines = {EngineId("e"): FakeEngine(("!look a", "done"), kv_tokens=4000, concurrency=16)}
         with closing(sqlite3.connect(":memory:")) as connection:
-            async with open_dispatcher(SchedulerSettings(), engines, tools, FakeRenderer()) as dispatcher:
+            async with open_dispatcher(
+                SchedulerSettings(), engines, self.tools, FakeRenderer()
+            ) as dispatcher:
                 rollouts = Rollouts(dispatcher, Ledger(), Journal(connection))
-                supply = GroupSupply(plan, rollouts, lambda: dispatcher.version, said.append)
+                supply = GroupSupply(self.plan, rollouts, lambda: dispatcher.version, lambda _: None)
                 if state is not None:
                     supply.load_state_dict(state)
                 async with anyio.create_task_group() as generation:
                     generation.start_soon(supply.generate)
-                    for number in range(1, steps + 1):
-                        batch = await supply.take()
-                        trained.extend(who(group.members[0].program_id).group for group in batch.groups)
-                        supply.trained(batch.groups)
-                        await dispatcher.publish(
-                            Manifest(version=str(Version(0, number)), path="/none", nbytes=0, tensors=())
-                        )
-                        supply.deployed()
+                    for _ in range(steps):
+                        await self._step(supply, dispatcher)
                     await anyio.sleep(1.5)
-                    kept: dict[str, object] = dict(supply.state_dict())
+                    self.state = supply.state_dict()
                     generation.cancel_scope.cancel()
                 supply.close("job_over")
-        return kept
 
-    state = await run(first, None, 3)
-    assert state["used"] == 12
-    assert state["sampler"] == {"sampler": "in_order", "selected": 12}
-    drawn = {program.group for program in first.calls_of}
-    assert state["tasks"] == {"next": 20, "again": list(range(12, 20))}
-    await run(second, state, 3)
-    assert trained == list(range(24))
-    assert {program.group for program in second.calls_of} == set(range(12, 24))
-    assert drawn <= set(range(20))
+    async def _step(self, supply: GroupSupply, dispatcher: Dispatcher) -> None:
+        batch = await supply.take()
+        self.trained += [who(group.members[0].program_id).group for group in batch.groups]
+        supply.trained(batch.groups)
+        version = str(dispatcher.version.next())
+        await dispatcher.publish(Manifest(version=version, path="/none", nbytes=0, tensors=()))
+        supply.deployed()
+
+
+async def test_who_goes_on_samples_anew_what_had_not_come_to_its_end_and_nothing_else():
+    plan = plan_of(replace(job(staleness=1, steps=6), sampler="in_order"))
+    first, second = Part(plan), Part(plan)
+    await first.run(3)
+    assert first.state["used"] == 12
+    assert first.state["sampler"] == {"sampler": "in_order", "selected": 12}
+    assert first.state["tasks"] == {"next": 20, "again": list(range(12, 20))}
+    await second.run(3, first.state)
+    assert first.trained + second.trained == list(range(24))
+    assert {program.group for program in first.tools.calls_of} <= set(range(20))
+    assert {program.group for program in second.tools.calls_of} == set(range(12, 24))
 
 
 def test_nonsense_is_refused():

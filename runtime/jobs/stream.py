@@ -108,6 +108,7 @@ class Desk:
                 shop.rollouts.cancelled_by = "job_over"
                 generation.cancel_scope.cancel()
         finally:
+            self.closing.set()
             self._supply.close(NOT_USED)
             with anyio.CancelScope(shield=True):
                 async with self._turn:
@@ -161,6 +162,7 @@ class Desk:
     async def _publish(self, weights: GivenTensors, groups: Sequence[ReadyGroup]) -> Publication:
         deployed, version = self.version, self._shop.premises.new_version()
         manifest = await to_thread.run_sync(self._weights.write, weights, version)
+        self._check_open()
         publication = await self._shop.publish(manifest, step=self._published + 1)
         self._note(groups, publication, deployed)
         return publication

@@ -97,15 +97,8 @@ class Terminal:
                     f"warm start, step {event.step}: lessons {event.lessons_exact:.3f} exact, "
                     f"answers {event.answers_exact:.3f} exact; gate {state}"
                 )
-            case Dropped(reason, programs, detail) if reason not in _EXPECTED:
-                self._line(escape(f"{programs} programs dropped: {reason} {detail}"))
-            case Replaced(program, by, reason):
-                self._line(escape(f"{program} was started anew as {by}: {reason}"))
-            case GivenUp(group, programs, reason, again):
-                then = "its task is started anew" if again else "its task is left out"
-                self._line(
-                    f"[yellow]{escape(f'{group} was given up ({programs} programs): {reason}; {then}')}[/]"
-                )
+            case Dropped() | Replaced() | GivenUp():
+                self._lost(event)
             case NoSignal(groups, reward):
                 self._line(
                     f"[yellow]nothing to learn from: in each of {groups} groups all rewards are equal "
@@ -124,6 +117,18 @@ class Terminal:
                 self._line(escape(f"saved {event.path}"))
             case _:
                 pass
+
+    def _lost(self, event: Dropped | Replaced | GivenUp) -> None:
+        match event:
+            case Dropped(reason, programs, detail):
+                if reason not in _EXPECTED:
+                    self._line(escape(f"{programs} programs dropped: {reason} {detail}"))
+            case Replaced(program, by, reason):
+                self._line(escape(f"{program} was started anew as {by}: {reason}"))
+            case GivenUp(group, programs, reason, again):
+                then = "its task is started anew" if again else "its task is left out"
+                told = escape(f"{group} was given up ({programs} programs): {reason}; {then}")
+                self._line(f"[yellow]{told}[/]")
 
     def _move(self, stage: str, step: int, steps: int, news: str) -> None:
         if stage != self._stage:
