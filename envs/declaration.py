@@ -59,8 +59,11 @@ class Declaration:
 
     def blocking(self) -> tuple[str, ...]:
         """Names of what runs in threads, tools and the steps of a program's life alike."""
-        steps = [name for name in ("reset", "reward", "close") if not is_async(getattr(self.cls, name))]
+        steps = [name for name in _STEPS if not is_async(getattr(self.cls, name))]
         return (*steps, *(name for name, tool in self.tools.items() if not tool.tool.is_async))
+
+
+_STEPS = ("reset", "reward", "close", "save", "resume")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from typing_extensions import TypeVar
 
-from sostenuto.envs.workspace import lend
-from sostenuto.errors import ConfigError, nearest
+from sostenuto.envs.workspace import SANDBOX, lend
+from sostenuto.errors import ConfigError, Unsupported, nearest
 from sostenuto.sandbox.protocol import Sandbox
 from sostenuto.tools.decorator import options_of, place_of
 from sostenuto.tools.remote.declared import Remote
@@ -24,6 +24,9 @@ Opening = str | Sequence[Message]
 """The first user message, or the messages that the conversation starts with."""
 Score = float | Mapping[str, float]
 """A reward, or metrics with one of that name."""
+
+
+_BOUND = frozenset({"task", "seed", "secrets", SANDBOX})
 
 
 class GivenSecrets(Mapping[str, str]):
@@ -94,6 +97,23 @@ class Environment(Generic[TaskT]):
 
     def close(self) -> Awaitable[None] | None:
         """Give back what the environment itself opened; the sandbox is not its concern."""
+
+    def save(self) -> JsonValue | Awaitable[JsonValue]:
+        """What `resume` needs to go on elsewhere, should this process die, besides the sandbox as it is now.
+
+        Asked for between calls, while the sandbox rests in a snapshot.  As it stands here it is for
+        environments that have all their state in the sandbox: one that has attributes of its own is not
+        resumed.  Raise Unsupported, with the reason, for a state that cannot be saved.
+        """
+        if own := sorted(vars(self).keys() - _BOUND):
+            raise Unsupported(
+                f"{type(self).__name__} keeps {', '.join(own)} outside of its sandbox; write `save` and "
+                "`resume` for that"
+            )
+        return None
+
+    def resume(self, state: JsonValue) -> Awaitable[None] | None:
+        """Go on from what `save` returned, in place of `reset`: a new instance, with task and sandbox."""
 
     def finish(self) -> None:
         """Say, within a tool, that the task is over after it."""

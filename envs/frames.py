@@ -61,7 +61,7 @@ class Load(Frame, frozen=True, tag=True):
 
 
 class Prepare(Frame, frozen=True, tag=True):
-    """Answered with the conversation's first messages."""
+    """Answered with the conversation's first messages; with none when it resumes."""
 
     program_id: str
     environment: int
@@ -69,6 +69,15 @@ class Prepare(Frame, frozen=True, tag=True):
     seed: int
     timeout_s: float
     has_sandbox: bool
+    state_json: bytes | None
+    """What Save was answered with, to resume from; None: `reset` is run."""
+
+
+class Save(Frame, frozen=True, tag=True):
+    """Answered with JSON of what the environment resumes from."""
+
+    program_id: str
+    timeout_s: float
 
 
 class Call(Frame, frozen=True, tag=True):
@@ -157,7 +166,7 @@ class Cancel(Frame, frozen=True, tag=True):
 
 Lent = Shell | Exec | Read | Write | Upload | Download
 """What a worker asks of the sandboxes that are lent to its programs."""
-Request = Hello | Load | Prepare | Call | Score | Release | Ping | Lent
+Request = Hello | Load | Prepare | Save | Call | Score | Release | Ping | Lent
 
 
 class Declared(msgspec.Struct, frozen=True):

@@ -32,6 +32,7 @@ from sostenuto.envs.frames import (
     Prepare,
     Release,
     Request,
+    Save,
     Score,
 )
 from sostenuto.envs.lending import Lending
@@ -69,6 +70,7 @@ _MESSAGES = msgspec.msgpack.Decoder(tuple[Message, ...])
 _RESULT = msgspec.msgpack.Decoder(ToolResult)
 _VERDICT = msgspec.msgpack.Decoder(Verdict)
 _TEXT = msgspec.msgpack.Decoder(str)
+_STATE = msgspec.msgpack.Decoder(bytes)
 _NONE = msgspec.msgpack.Decoder(type(None))
 
 
@@ -128,9 +130,14 @@ class WorkerHost:
         return (await self._load(environment)).facts
 
     async def prepare(
-        self, program_id: ProgramId, request: PrepareRequest, sandbox: Sandbox | None
+        self,
+        program_id: ProgramId,
+        request: PrepareRequest,
+        sandbox: Sandbox | None,
+        *,
+        state: bytes | None = None,
     ) -> Prepared:
-        """Make the program's environment and run its `reset`, or leave nothing of it behind."""
+        """Make the program's environment and run its `reset` or `resume`, or leave nothing of it behind."""
         started_s = monotonic()
         loaded = await self._load(request.environment)
         if loaded.facts.blueprint is not None and sandbox is None:
@@ -141,12 +148,19 @@ class WorkerHost:
         if sandbox is not None:
             self._lending.lend(program_id, sandbox)
         try:
-            messages = await self._reset(program_id, request, loaded, has_sandbox=sandbox is not None)
+            messages = await self._begin(program_id, request, loaded, sandbox is not None, state)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self.release(program_id)
             raise
         return Prepared(messages=messages, tools=loaded.facts.tools, elapsed_s=monotonic() - started_s)
+
+    async def save(self, program_id: ProgramId) -> bytes:
+        """What its environment resumes from in another worker; Unsupported when it says that it cannot."""
+        loaded = self._of(program_id)
+        frame = Save(self._channel.next_id(), program_id, CLOSE_S)
+        flight = self._step(frame.id, program_id, "save", loaded, CLOSE_S)
+        return await self._ask(frame, flight, _STATE)
 
     async def call(self, program_id: ProgramId, request: CallRequest) -> ToolResult:
         """Run one tool.  EnvironmentFailure when it could not be ended but with its worker."""
@@ -327,14 +341,20 @@ class WorkerHost:
         facts = EnvironmentFacts(declared.blueprint, tools, remote, declared.setup)
         return Loaded(index, ref.name, facts, {t.name: t for t in tools}, frozenset(declared.blocking))
 
-    async def _reset(
-        self, program_id: ProgramId, request: PrepareRequest, loaded: Loaded, *, has_sandbox: bool
+    async def _begin(
+        self,
+        program_id: ProgramId,
+        request: PrepareRequest,
+        loaded: Loaded,
+        has_sandbox: bool,
+        state: bytes | None,
     ) -> tuple[Message, ...]:
         frame = Prepare(
             self._channel.next_id(), program_id, loaded.index, to_json(request.task),
-            request.seed, request.timeout_s, has_sandbox,
+            request.seed, request.timeout_s, has_sandbox, state,
         )  # fmt: skip
-        flight = self._step(frame.id, program_id, "reset", loaded, request.timeout_s)
+        name = "reset" if state is None else "resume"
+        flight = self._step(frame.id, program_id, name, loaded, request.timeout_s)
         return await self._ask(frame, flight, _MESSAGES)
 
     def _step(

@@ -13,7 +13,7 @@ from typing import Any
 
 import anyio
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticSerializationError, to_json
+from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from sostenuto.envs.agent import Agent
 from sostenuto.envs.blame import authored
@@ -24,7 +24,7 @@ from sostenuto.envs.opening import encodable, read_opening
 from sostenuto.envs.registry import LoadedEnvironment
 from sostenuto.envs.verdict import Verdict, read_verdict
 from sostenuto.envs.workspace import ShellDeadline, deadline_s
-from sostenuto.errors import EnvironmentFailure, ProgramError, ToolError, nearest
+from sostenuto.errors import EnvironmentFailure, ProgramError, ToolError, Unsupported, nearest
 from sostenuto.sandbox.protocol import Sandbox
 from sostenuto.tools.cut import cut_middle
 from sostenuto.tools.schema import InvalidArguments
@@ -32,6 +32,8 @@ from sostenuto.types import Episode, Message, ToolResult, ToolStatus
 
 CLOSE_S = 5.0
 """Given to an environment's `close`."""
+STATE_BYTES = 1 << 20
+"""The largest state that is saved."""
 SETTLE_S = 1.0
 """How long a release waits for cancelled calls before it; a thread may go on after it."""
 
@@ -42,6 +44,7 @@ class Program:
 
     id: str
     environment: Environment[Any]
+    task_json: bytes
     _serial: anyio.Lock = field(default_factory=anyio.Lock)
 
     @property
@@ -52,6 +55,24 @@ class Program:
         """Run `reset`; what the conversation starts with."""
         returned = await self._step("reset", timeout_s, self.environment.task)
         return read_opening(returned, self.environment.system, self._doing("reset"))
+
+    async def save(self, timeout_s: float) -> bytes:
+        """JSON of what it resumes from; Unsupported, with the reason, when it does not."""
+        saved = await self._step("save", timeout_s)
+        task_type = declaration(type(self.environment)).task_type
+        if self.environment.task != task_type.model_validate_json(self.task_json):
+            raise Unsupported(f"{self._doing('save')}: its task was changed; keep that in the sandbox")
+        try:
+            state = to_json(saved)
+        except PydanticSerializationError as error:
+            raise Unsupported(f"{self._doing('save')}: no JSON carries what it returned: {error}") from error
+        if len(state) > STATE_BYTES:
+            raise Unsupported(f"{self._doing('save')}: {len(state)} bytes; {STATE_BYTES} are kept at most")
+        return state
+
+    async def resume(self, state_json: bytes, timeout_s: float) -> None:
+        """Run `resume` with what was saved."""
+        await self._step("resume", timeout_s, from_json(state_json))
 
     async def call(self, name: str, arguments: str) -> ToolResult:
         """Run one tool; whatever comes of it is in the result."""
@@ -141,7 +162,7 @@ async def start(
         plain = loaded.cls.__init__ is object.__init__
         environment = loaded.make() if plain else await run_in_thread(loaded.make)
     bind(environment, task, seed, secrets, sandbox)
-    return Program(program_id, environment)
+    return Program(program_id, environment, task_json)
 
 
 def _read_task(task_type: type[BaseModel], task_json: bytes, doing: str) -> BaseModel:

@@ -34,6 +34,7 @@ from sostenuto.envs.frames import (
     Prepare,
     Release,
     Request,
+    Save,
     Score,
 )
 from sostenuto.envs.occupancy import Page, current
@@ -106,6 +107,8 @@ class Worker:
                 return await self._load(frame)
             case Prepare():
                 return await self._prepare(frame)
+            case Save():
+                return await self._program(frame.program_id).save(frame.timeout_s)
             case Call():
                 return await self._program(frame.program_id).call(frame.name, frame.arguments)
             case Score():
@@ -143,7 +146,10 @@ class Worker:
             sandbox=RemoteSandbox(self.channel, frame.program_id) if frame.has_sandbox else None,
         )
         self._programs[frame.program_id] = program
-        return await program.reset(frame.timeout_s)
+        if frame.state_json is None:
+            return await program.reset(frame.timeout_s)
+        await program.resume(frame.state_json, frame.timeout_s)
+        return ()
 
     async def _release(self, frame: Release) -> str:
         """Cancel what the program still runs, close its environment and forget it; say what failed in it."""

@@ -23,7 +23,8 @@ from sostenuto.tools.setup import Setup
 
 DEFAULT_SHELL_S = 30.0
 _LIMITS = SandboxLimits()
-_ATTRIBUTE = "__sostenuto_sandbox__"
+SANDBOX = "__sostenuto_sandbox__"
+"""Attribute of an instance that holds its Workspace."""
 
 deadline_s: ContextVar[float | None] = ContextVar("deadline_s", default=None)
 """When the tool that runs in this context is ended, on the monotonic clock."""
@@ -176,7 +177,7 @@ class SandboxSpec:
     def __get__(self, instance: object | None, owner: type) -> Self | Workspace:
         if instance is None:
             return self
-        workspace = vars(instance).get(_ATTRIBUTE)
+        workspace = vars(instance).get(SANDBOX)
         if not isinstance(workspace, Workspace):
             raise SandboxError(f"{owner.__name__}.sandbox: no sandbox yet; it is there from `reset` on")
         return workspace
@@ -207,7 +208,7 @@ def lend(instance: object, sandbox: Sandbox) -> None:
     """Make `sandbox` what `self.sandbox` is on this instance."""
     spec = inspect.getattr_static(type(instance), "sandbox", None)
     limit_bytes = spec.memory_bytes if isinstance(spec, SandboxSpec) else _LIMITS.memory_bytes
-    vars(instance)[_ATTRIBUTE] = Workspace(sandbox, limit_bytes)
+    vars(instance)[SANDBOX] = Workspace(sandbox, limit_bytes)
 
 
 @contextmanager

@@ -12,7 +12,14 @@ from typing import IO
 
 import anyio
 
-from sostenuto.errors import ConfigError, EnvironmentFailure, PathError, SandboxError, ToolServerError
+from sostenuto.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    PathError,
+    SandboxError,
+    ToolServerError,
+    Unsupported,
+)
 from sostenuto.sandbox.protocol import (
     Blueprint,
     Probe,
@@ -167,15 +174,24 @@ class FakeHost:
     release_s: float = 0.0
     score_s: float = 0.0
     seeds: dict[str, int] = field(default_factory=dict[str, int])
+    state: str = "null"
+    """What `save` returns; empty: it refuses."""
+    resumed: list[tuple[str, bytes]] = field(default_factory=list[tuple[str, bytes]])
 
     @property
     def alive(self) -> bool:
         return True
 
     async def prepare(
-        self, program_id: ProgramId, request: PrepareRequest, sandbox: Sandbox | None
+        self,
+        program_id: ProgramId,
+        request: PrepareRequest,
+        sandbox: Sandbox | None,
+        *,
+        state: bytes | None = None,
     ) -> Prepared:
         self.programs.add(program_id)
+        self.resumed += [(program_id, state)] if state is not None else []
         self.seeds[program_id] = request.seed
         await hop()
         if request.environment.name == "Stuck":
@@ -184,6 +200,12 @@ class FakeHost:
             raise EnvironmentFailure(f"reset raised ValueError: {request.task['fail']}")
         message = Message("user", str(request.task.get("question", "?")))
         return Prepared(messages=(message,), tools=TOOLS, elapsed_s=0.0)
+
+    async def save(self, program_id: ProgramId) -> bytes:
+        await hop()
+        if not self.state:
+            raise Unsupported("it keeps too much in its object")
+        return self.state.encode()
 
     async def call(self, program_id: ProgramId, request: CallRequest) -> ToolResult:
         if program_id not in self.programs:

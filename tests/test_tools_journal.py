@@ -13,9 +13,10 @@ from fakes_tools import SECRET, FakeBackend, FakeHosts, config
 from serving import A, calling, preparing, scoring
 from sostenuto.errors import ConfigError, EnvironmentFailure, ToolServerError
 from sostenuto.tools.edge import Edge
-from sostenuto.tools.journal import Journal, Kind, Left, Ran, open_journal
+from sostenuto.tools.journal import Journal, Kind, Left, Ran, RestRow, open_journal
 from sostenuto.tools.programs import Programs, open_programs
-from sostenuto.tools.refused import OutcomeUnknown, Refused
+from sostenuto.tools.refused import Interrupted, OutcomeUnknown, Refused
+from sostenuto.tools.rests import Standing
 from sostenuto.tools.secrets import Secrets
 from sostenuto.types import ProgramId, ToolResult, ToolStatus
 
@@ -65,9 +66,9 @@ async def test_what_a_call_came_to_is_answered_by_the_next_server_and_nothing_ru
         with pytest.raises(EnvironmentFailure, match=r"KeyError: \[secret KEY\]"):
             await second.call(A, calling("crash", "9", "c2"))
         assert (await second.reward(A, scoring(0.5))).value == 0.5
-        with pytest.raises(Refused, match="ended with the tool server that ran it"):
+        with pytest.raises(Interrupted, match="ended with the tool server that ran it"):
             await second.call(A, calling("echo", "8", "c3"))
-        with pytest.raises(Refused, match="ended with the tool server"):
+        with pytest.raises(Interrupted, match="ended with the tool server"):
             await second.in_sandbox(A, lambda sandbox: sandbox.pause())
         await second.release(A)
         with pytest.raises(Refused, match="no program a here"):
@@ -241,3 +242,43 @@ async def test_without_a_file_nothing_is_kept_and_nothing_is_waited_for():
         assert isinstance(journal, Journal)
         await journal.call_opens("p", Kind.CALL, "c")
         assert not journal.keeps
+
+
+async def test_what_a_program_can_go_on_from_goes_with_it_and_is_given_up_for_good(tmp_path: Path):
+    path = tmp_path / "journal"
+    async with open_journal(path) as journal:
+        journal.program_came("a", "us/1")
+        journal.program_came("b", "us/1")
+        for program in ("a", "b", "nobody"):
+            await journal.rest_comes(program, RestRow("", b"first"))
+        await journal.rest_comes("a", RestRow("", b"second"))
+        await journal.rest_ends("b", "it was used")
+        await journal.rest_ends("c", "there is none")
+    async with open_journal(path) as journal:
+        assert journal.left.rests == {"a": RestRow("", b"second"), "b": RestRow("it was used", b"first")}
+        journal.program_went("a")
+        journal.rest_went("b")
+    async with open_journal(path) as journal:
+        assert (journal.left.programs, journal.left.rests) == ({"b": "us/1"}, {})
+
+
+async def test_nothing_is_changed_when_it_cannot_be_written_down_that_it_will_be(tmp_path: Path):
+    path = tmp_path / "journal"
+    async with open_journal(path) as journal:
+        journal.program_came("a", "us/1")
+        standing = Standing(journal, A, may_be_there=True)
+        await journal.rest_comes("a", RestRow("", b"there"))
+        with closing(sqlite3.connect(path)) as another:
+            another.execute("DROP TABLE rests")
+            for _ in range(2):
+                with pytest.raises(ToolServerError, match=r"nothing was done: .* no such table"):
+                    await standing.changes_by("a call")
+            another.execute("CREATE TABLE rests (program TEXT PRIMARY KEY, why_not TEXT, content BLOB)")
+        await standing.changes_by("a call")
+        assert not standing.may_be_there
+
+
+async def test_a_journal_without_a_file_has_nothing_to_go_on_from():
+    standing = Standing(Journal(None, Left()), A, may_be_there=True)
+    await standing.changes_by("a call")
+    await Journal(None, Left()).rest_comes("a", RestRow("", b""))

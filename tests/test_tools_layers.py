@@ -20,7 +20,7 @@ from sostenuto.sandbox.protocol import Blueprint, Sandbox, Snapshot
 from sostenuto.tools import content
 from sostenuto.tools.ladder import Ladder
 from sostenuto.tools.metrics import Metrics
-from sostenuto.tools.reconcile import inherited_snapshots, open_state, reclaim_orphans, verify_layers
+from sostenuto.tools.reconcile import forget_ownerless, open_state, reclaim_orphans, verify_layers
 from sostenuto.tools.recorded import RecordedBackend
 from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.server import listen
@@ -246,10 +246,8 @@ async def next_server(state: Path, root: Path, **changes: object) -> AsyncGenera
         backend = RecordedBackend(backend_of("bubblewrap", root), journal, Metrics(None))
         await reclaim_orphans(settings, backend, journal)
         await verify_layers(journal, backend.name)
-        async with (
-            inherited_snapshots(backend, journal.left, 600),
-            stocked(backend, journal, **changes) as stock,
-        ):
+        await forget_ownerless(backend, journal.left)
+        async with stocked(backend, journal, **changes) as stock:
             yield stock
 
 

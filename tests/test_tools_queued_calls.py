@@ -32,9 +32,14 @@ class LimitedHost(FakeHost):
     peaks_bytes: list[int] = field(default_factory=list[int])
 
     async def prepare(
-        self, program_id: ProgramId, request: PrepareRequest, sandbox: Sandbox | None
+        self,
+        program_id: ProgramId,
+        request: PrepareRequest,
+        sandbox: Sandbox | None,
+        *,
+        state: bytes | None = None,
     ) -> Prepared:
-        prepared = await super().prepare(program_id, request, sandbox)
+        prepared = await super().prepare(program_id, request, sandbox, state=state)
         if self.peaks_bytes and isinstance(sandbox, FakeSandbox):
             vars(sandbox)["usage"] = self._usage
         sleep = ToolSchema(name="sleep", description="", parameters={}, timeout_s=99, limits=self.limits)

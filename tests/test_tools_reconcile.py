@@ -10,13 +10,15 @@ import pytest
 
 from fakes_tools import FORM, TOKEN, FakeBackend, FakeHosts, config
 from sandboxes import entries, left_processes, nothing_left, sandbox_root
-from sostenuto.errors import ConfigError, SandboxError
+from sostenuto.errors import ConfigError, SandboxError, ToolServerError
 from sostenuto.sandbox.plain import ProcessBackend
 from sostenuto.sandbox.protocol import Backend, Blueprint, Snapshot
+from sostenuto.sandbox.snapshots import seal_of
 from sostenuto.tools.client import ToolServerClient
-from sostenuto.tools.journal import open_journal
+from sostenuto.tools.journal import RestRow, open_journal
 from sostenuto.tools.metrics import Metrics
 from sostenuto.tools.recorded import RecordedBackend
+from sostenuto.tools.rests import Rest
 from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.server import listen
 from sostenuto.types import ProgramId
@@ -96,31 +98,19 @@ async def left_by_a_dead_server(state_dir: Path, backend: FakeBackend) -> Snapsh
     return snapshot
 
 
-async def test_names_of_a_dead_server_leave_the_journal_and_its_snapshots_can_be_used_meanwhile(
-    tmp_path: Path,
-):
+async def test_names_and_ownerless_snapshots_of_a_dead_server_leave_the_journal(tmp_path: Path):
     backend = FakeBackend()
     await left_by_a_dead_server(tmp_path, backend)
     async with open_journal(tmp_path / "journal.sqlite") as journal:
         assert set(journal.left.sandboxes) == {"p-1", "p-2"}
     async with listen(config(state_dir=tmp_path), backend, FakeHosts(), NONE):
-        assert backend.snapshots == {"p-1"}
-    assert not backend.snapshots
+        assert not backend.snapshots
     async with open_journal(tmp_path / "journal.sqlite") as journal:
         assert not journal.left.sandboxes
         assert [snapshot.backend for snapshot in journal.left.snapshots] == ["another"]
 
 
-async def test_snapshots_of_a_dead_server_are_forgotten_after_their_time(tmp_path: Path):
-    backend = FakeBackend()
-    await left_by_a_dead_server(tmp_path, backend)
-    async with listen(config(state_dir=tmp_path, results_kept_s=0.05), backend, FakeHosts(), NONE):
-        with anyio.fail_after(10):
-            while backend.snapshots:  # noqa: ASYNC110
-                await anyio.sleep(0.01)
-
-
-async def test_snapshots_on_disk_outlive_the_server_that_wrote_them_down_and_no_others_do(tmp_path: Path):
+async def test_of_snapshots_on_disk_only_those_are_kept_that_a_program_can_go_on_from(tmp_path: Path):
     with sandbox_root() as root:
         code = (
             "import anyio, os, signal, sys\n"
@@ -130,24 +120,36 @@ async def test_snapshots_on_disk_outlive_the_server_that_wrote_them_down_and_no_
             "async def main():\n"
             "    blueprint = Blueprint(files={'a.txt': b'kept'})\n"
             "    sandbox = await ProcessBackend(Path(sys.argv[1]), unsafe=True).start('p', blueprint)\n"
-            "    for _ in range(2):\n"
+            "    for _ in range(4):\n"
             "        print((await sandbox.snapshot()).reference, flush=True)\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
             "anyio.run(main)\n"
         )
         ran = await anyio.run_process([sys.executable, "-c", code, str(root)], check=False)
-        known, _ = ran.stdout.decode().split()
         backend = ProcessBackend(root, unsafe=True)
-        snapshot = Snapshot(backend.name, known, 4)
+        kept, used, stray, _ = (Snapshot(backend.name, line, 4) for line in ran.stdout.decode().split())
         async with open_journal(tmp_path / "journal.sqlite") as journal:
-            journal.snapshot_came(snapshot)
+            journal.program_came("p", "us/1")
+            journal.program_came("q", "us/1")
+            for snapshot in (kept, used, stray):
+                journal.snapshot_came(snapshot)
+            await journal.rest_comes("p", resting_on(kept))
+            await journal.rest_comes("q", resting_on(used))
+            await journal.rest_ends("q", "it was used")
         changes = {"state_dir": tmp_path, "sandbox_root": str(root)}
-        async with listen(config(**changes), backend, FakeHosts(), NONE):
-            assert [str(root / name) for name in entries(root)] == [known]
-            sandbox = await backend.start("again", Blueprint(), snapshot=snapshot)
-            assert await sandbox.read("a.txt") == b"kept"
-            await sandbox.stop()
+        async with listen(config(**changes), backend, FakeHosts(), NONE) as url:
+            assert [str(root / name) for name in entries(root)] == [kept.reference]
+            async with ToolServerClient(url, TOKEN, "us/2") as client:
+                await client.resume(ProgramId("p"), FORM, {})
+                assert await client.read(ProgramId("p"), "a.txt") == b"kept"
+                with pytest.raises(ToolServerError, match="q cannot go on: it was used"):
+                    await client.resume(ProgramId("q"), FORM, {})
         assert entries(root) == []
+
+
+def resting_on(snapshot: Snapshot) -> RestRow:
+    rest = Rest(snapshot=snapshot, seal=seal_of(snapshot), shell="true", state=b"null")
+    return RestRow("", rest.model_dump_json().encode())
 
 
 async def test_a_start_that_fails_and_a_sandbox_that_stops_leave_no_name(tmp_path: Path):

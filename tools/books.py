@@ -9,6 +9,7 @@ from sostenuto.tools.metrics import Metrics
 COUNTERS = (
     "prepared",
     "prepare_failures",
+    "resumed",
     "calls",
     "scores",
     "repeated_ids",

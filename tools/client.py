@@ -6,7 +6,7 @@
 - Cancelling a `prepare` releases the program; cancelling a `call` leaves it running under its id.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
@@ -27,6 +27,7 @@ from sostenuto.tools.wire import (
     Moved,
     Prepared,
     PrepareRequest,
+    ResumeRequest,
     Reward,
     RewardRequest,
     RungRequest,
@@ -88,6 +89,28 @@ class ToolServerClient:
             owner=self._owner, environment=environment, task=task, seed=seed, timeout_s=timeout_s
         )
         return await self._ask_model(program_id, "prepare", body, Prepared, timeout_s=timeout_s, repeat_s=0)
+
+    async def resume(
+        self,
+        program_id: ProgramId,
+        environment: EnvironmentRef,
+        task: dict[str, JsonValue],
+        *,
+        seen: Collection[str] = (),
+        seed: int = 0,
+        timeout_s: float = 60.0,
+    ) -> Prepared:
+        """Go on with a program whose server died, when its last snapshot is what the last result has left.
+
+        `seen` are the calls whose results are known here.  ToolServerError, with the reason, when it is not.
+        """
+        body = ResumeRequest(
+            owner=self._owner, environment=environment, task=task, seed=seed, timeout_s=timeout_s,
+            seen=tuple(seen),
+        )  # fmt: skip
+        return await self._ask_model(
+            program_id, "resume", body, Prepared, timeout_s=timeout_s, repeat_s=self._repeat_s
+        )
 
     async def call(
         self,

@@ -45,9 +45,18 @@ class Host(Protocol):
     def alive(self) -> bool: ...
 
     async def prepare(
-        self, program_id: ProgramId, request: PrepareRequest, sandbox: Sandbox | None
+        self,
+        program_id: ProgramId,
+        request: PrepareRequest,
+        sandbox: Sandbox | None,
+        *,
+        state: bytes | None = None,
     ) -> Prepared:
-        """Make the program's environment and run its `reset`."""
+        """Make the program's environment and run its `reset`, or its `resume` with what `save` returned."""
+        ...
+
+    async def save(self, program_id: ProgramId) -> bytes:
+        """What its environment goes on from in another worker; Unsupported when it says that it cannot."""
         ...
 
     async def call(self, program_id: ProgramId, request: CallRequest) -> ToolResult:

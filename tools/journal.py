@@ -3,7 +3,8 @@
 - One SQLite file in WAL mode and one thread that writes it.  What is handed in while a commit runs goes
   into the next one, in order: many calls that start together cost one commit.
 - A commit survives the death of the process; the last ones may be lost with the machine's power.
-- Results hang on the row of their program and go with it in one commit: none is ever without owner.
+- Results, and what a program can go on from, hang on the row of their program and go with it in one commit:
+  none is ever without owner.
 - A journal without a file keeps nothing and costs nothing.
 """
 
@@ -37,7 +38,9 @@ CREATE TABLE IF NOT EXISTS layers (
     backend TEXT, reference TEXT, content TEXT NOT NULL, seal TEXT NOT NULL,
     PRIMARY KEY (backend, reference));
 CREATE TABLE IF NOT EXISTS epochs (name TEXT PRIMARY KEY, epoch INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS rests (program TEXT PRIMARY KEY, why_not TEXT NOT NULL, content BLOB NOT NULL);
 DELETE FROM results WHERE program NOT IN (SELECT id FROM programs);
+DELETE FROM rests WHERE program NOT IN (SELECT id FROM programs);
 """
 
 _OPEN = "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, 0, NULL)"
@@ -78,6 +81,15 @@ class LayerRow:
 
 
 @dataclass(frozen=True, slots=True)
+class RestRow:
+    """What a program could go on from after the server's death, see `tools.rests`."""
+
+    why_not: str
+    """Why it cannot; empty: it can."""
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """What the server before this one had not given back."""
 
@@ -90,6 +102,8 @@ class Left:
     epochs: dict[str, int] = field(default_factory=dict[str, int])
     layers: dict[str, "LayerRow"] = field(default_factory=dict[str, "LayerRow"])
     """By what they hold; those of `snapshots` that are layers."""
+    rests: dict[str, RestRow] = field(default_factory=dict[str, RestRow])
+    """By program."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,19 +134,17 @@ class Journal:
         self._write("INSERT OR REPLACE INTO programs VALUES (?, ?)", program, owner)
 
     def program_went(self, program: str) -> None:
-        """Forget the program with all its results."""
-        self._write("DELETE FROM results WHERE program = ?", program)
+        """Forget the program with all its results and what it could go on from."""
+        for table in ("results", "rests"):
+            self._write(f"DELETE FROM {table} WHERE program = ?", program)
         self._write("DELETE FROM programs WHERE id = ?", program)
 
     async def call_opens(self, program: str, kind: Kind, call_id: str) -> None:
         """Return when it is on disk that the call may run from now on; ToolServerError when it cannot be."""
         if self._connection is None:
             return
-        batch = self._batch
         self._write(_OPEN, program, kind, call_id, Ran.OPENED)
-        await batch.done.wait()
-        if batch.error is not None:
-            raise ToolServerError(f"the call was not started: its result could not be kept: {batch.error}")
+        await self._settled("the call was not started: its result could not be kept")
 
     def call_closes(self, program: str, kind: Kind, call_id: str, ran: Ran, outcome: bytes | None) -> None:
         """Record what came of an open call."""
@@ -162,6 +174,21 @@ class Journal:
         values = (snapshot.backend, snapshot.reference, content, layer.seal)
         self._write("INSERT OR REPLACE INTO layers VALUES (?, ?, ?, ?)", *values)
 
+    async def rest_comes(self, program: str, rest: RestRow) -> None:
+        """Return when it is on disk, in place of the one before it; ToolServerError when it cannot be."""
+        if self._connection is not None:
+            self._write("INSERT OR REPLACE INTO rests VALUES (?, ?, ?)", program, rest.why_not, rest.content)
+            await self._settled("what the program could go on from could not be written down")
+
+    async def rest_ends(self, program: str, why_not: str) -> None:
+        """Return when it is on disk that the program cannot go on; ToolServerError when it cannot be."""
+        if self._connection is not None:
+            self._write("UPDATE rests SET why_not = ? WHERE program = ?", why_not, program)
+            await self._settled("nothing was done: what the program could go on from cannot be given up")
+
+    def rest_went(self, program: str) -> None:
+        self._write("DELETE FROM rests WHERE program = ?", program)
+
     def epoch_rose(self, name: str, epoch: int) -> None:
         self._write("INSERT OR REPLACE INTO epochs VALUES (?, ?)", name, epoch)
 
@@ -187,6 +214,13 @@ class Journal:
             finally:
                 batch.done.set()
         return batch.error is None
+
+    async def _settled(self, failing: str) -> None:
+        """Wait for the batch that is being gathered, which is not empty."""
+        batch = self._batch
+        await batch.done.wait()
+        if batch.error is not None:
+            raise ToolServerError(f"{failing}: {batch.error}")
 
     def _write(self, statement: str, *values: object) -> None:
         if self._connection is not None:
@@ -240,6 +274,7 @@ def _read(connection: sqlite3.Connection) -> Left:
     layers = connection.execute(
         "SELECT content, seal, backend, reference, size FROM layers JOIN snapshots USING (backend, reference)"
     )
+    rests = connection.execute("SELECT program, why_not, content FROM rests")
     return Left(
         programs,
         tuple(ResultRow(program, Kind(kind), call, Ran(ran), out) for program, kind, call, ran, out in rows),
@@ -247,4 +282,5 @@ def _read(connection: sqlite3.Connection) -> Left:
         tuple(Snapshot(*row) for row in snapshots),
         dict(connection.execute("SELECT name, epoch FROM epochs")),
         {content: LayerRow(Snapshot(*snapshot), seal) for content, seal, *snapshot in layers},
+        {program: RestRow(why, content) for program, why, content in rests},
     )

@@ -8,10 +8,12 @@
   back at another path, is not snapshotted; one whose memory cannot be moved out is paused.  `move` says what
   was reached.
 - From a snapshot the shell comes back with its directory and its exported variables.
+- The snapshot stays until somebody uses the sandbox again, and `before_use` has returned: until then it is
+  what the sandbox is.
 """
 
 import shlex
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO
@@ -32,8 +34,11 @@ _NOTHING_ELSEWHERE = (
 """Whether all that was written is in the workspace."""
 
 
+async def _nothing() -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
-class _Resting:
+class Resting:
     """What a sandbox that is snapshotted comes back from."""
 
     snapshot: Snapshot
@@ -50,7 +55,10 @@ class Ladder:
     _blueprint: Blueprint
     _sandbox: Sandbox | None
     _rung: SandboxRung = SandboxRung.RUNNING
-    _resting: _Resting | None = None
+    _resting: Resting | None = None
+    _unused: Resting | None = None
+    """What it came back from, while nobody has used it since."""
+    before_use: Callable[[], Awaitable[None]] = _nothing
     _moving: anyio.Lock = field(default_factory=lambda: anyio.Lock(fast_acquire=True))
     _users: int = 0
     _stopped: bool = False
@@ -59,6 +67,16 @@ class Ladder:
     async def start(cls, backend: Backend, name: str, blueprint: Blueprint) -> "Ladder":
         """A running one."""
         return cls(backend, name, blueprint, await backend.start(name, blueprint))
+
+    @classmethod
+    def resting_on(cls, backend: Backend, name: str, blueprint: Blueprint, resting: Resting) -> "Ladder":
+        """One that another server has snapshotted; it starts when it is used."""
+        return cls(backend, name, blueprint, None, SandboxRung.SNAPSHOTTED, resting)
+
+    @property
+    def resting(self) -> Resting | None:
+        """What it comes back from, while it is snapshotted."""
+        return self._resting
 
     @property
     def rung(self) -> SandboxRung:
@@ -89,15 +107,21 @@ class Ladder:
         """Snapshot and end it; False, and nothing changes, if something would be lost."""
         if self._resting is not None:
             return False
-        await self._come_back()
-        sandbox = self._awake()
-        if not await sandbox.is_quiet() or (shell := await _shell_state(sandbox)) is None:
+        resting = self._unused or await self._snapshotted()
+        if resting is None:
             return False
-        snapshot = await sandbox.snapshot()
-        self._resting, self._rung = _Resting(snapshot, shell), SandboxRung.SNAPSHOTTED
+        sandbox = self._awake()
+        self._resting, self._unused, self._rung = resting, None, SandboxRung.SNAPSHOTTED
         await sandbox.stop()
         self._sandbox = None
         return True
+
+    async def _snapshotted(self) -> Resting | None:
+        await self._come_back()
+        sandbox = self._awake()
+        if not await sandbox.is_quiet() or (shell := await _shell_state(sandbox)) is None:
+            return None
+        return Resting(await sandbox.snapshot(), shell)
 
     async def _come_back(self) -> None:
         if self._resting is not None:
@@ -106,15 +130,21 @@ class Ladder:
             await self._awake().resume()
             self._rung = SandboxRung.RUNNING
 
-    async def _restore(self, resting: _Resting) -> None:
+    async def _restore(self, resting: Resting) -> None:
         if self._sandbox is not None:  # it was not ended when it was laid to rest
             await self._sandbox.stop()
         self._sandbox = await self._backend.start(self._name, self._blueprint, snapshot=resting.snapshot)
         result = await self._sandbox.shell(resting.shell, timeout_s=_SHELL_S)
         if result.exit_code != 0:
             raise SandboxError(f"sandbox {self._name!r}: its shell did not come back: {result.output}")
-        self._resting, self._rung = None, SandboxRung.RUNNING
-        await self._backend.forget(resting.snapshot)
+        self._resting, self._unused, self._rung = None, resting, SandboxRung.RUNNING
+
+    async def _leave_snapshot(self) -> None:
+        """It is about to differ from what it came back from."""
+        if self._unused is not None:
+            await self.before_use()
+            await self._backend.forget(self._unused.snapshot)
+            self._unused = None
 
     def _awake(self) -> Sandbox:
         if self._sandbox is None or self._stopped:
@@ -124,9 +154,10 @@ class Ladder:
     @asynccontextmanager
     async def _used(self) -> AsyncGenerator[Sandbox]:
         """Running, and staying so, within the block."""
-        if self._rung is not SandboxRung.RUNNING or self._moving.locked():
+        if self._rung is not SandboxRung.RUNNING or self._unused is not None or self._moving.locked():
             async with self._moving:
                 await self._come_back()
+                await self._leave_snapshot()
         self._users += 1
         try:
             yield self._awake()
@@ -196,8 +227,9 @@ class Ladder:
         with anyio.CancelScope(shield=True):
             if self._sandbox is not None:
                 await self._sandbox.stop()
-            if self._resting is not None:
-                await self._backend.forget(self._resting.snapshot)
+            for resting in (self._resting, self._unused):
+                if resting is not None:
+                    await self._backend.forget(resting.snapshot)
 
 
 async def _shell_state(sandbox: Sandbox) -> str | None:

@@ -17,9 +17,10 @@ from sostenuto.tools.ladder import Ladder
 from sostenuto.tools.lifetimes import Lifetime
 from sostenuto.tools.phases import Event, Phase, accepts, advance
 from sostenuto.tools.refused import Refused
+from sostenuto.tools.rests import Standing
 from sostenuto.tools.results import Pending, ResultLog
-from sostenuto.tools.wire import Prepared, ProgramState, Reward
-from sostenuto.types import ProgramId, ToolResult
+from sostenuto.tools.wire import Moved, Prepared, ProgramState, Reward
+from sostenuto.types import ProgramId, SandboxRung, ToolResult
 
 T = TypeVar("T")
 
@@ -41,6 +42,7 @@ class Program:
     lifetime: Lifetime
     calls: ResultLog[ToolResult]
     scores: ResultLog[Reward]
+    standing: Standing
     phase: Phase = Phase.PREPARING
     recorded: int = 0
     """Calls and scores under way."""
@@ -97,6 +99,7 @@ class Program:
         self, log: ResultLog[T], call_id: str, what: str, work: Callable[[], Awaitable[T]]
     ) -> None:
         async def run() -> T:
+            await self.standing.changes_by(f"it was {what}")
             await log.starts(call_id)
             return await work()
 
@@ -109,6 +112,16 @@ class Program:
             self.recorded -= 1
             if not self.recorded:
                 self.move(Event.IDLE)
+
+    async def rest(self, ladder: Ladder, rung: SandboxRung) -> Moved:
+        """Move its sandbox; where that is snapshotted, write down what the program goes on from."""
+        began_s = anyio.current_time()
+        reached, why_not = await ladder.move(rung), ""
+        if reached is SandboxRung.SNAPSHOTTED:
+            why_not = "it was in use"
+            if not self.recorded and self.host is not None:
+                why_not = await self.standing.write(self.host, ladder)
+        return Moved(rung=reached, elapsed_s=anyio.current_time() - began_s, ends_with_server=why_not)
 
     async def use_sandbox(self, use: Callable[[Ladder], Awaitable[T]], what: str) -> T:
         """What `use` returns; it is cancelled with the one who asked and with the program."""

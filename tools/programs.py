@@ -10,48 +10,49 @@
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from logging import getLogger
-from math import inf, isfinite
 from typing import TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
-from sostenuto.errors import EnvironmentFailure, SostenutoError, ToolServerError
+from sostenuto.errors import SostenutoError
 from sostenuto.sandbox.protocol import Backend
 from sostenuto.tools.books import COUNTERS, Books
-from sostenuto.tools.bounded import bounded, outcome_of, value_of
+from sostenuto.tools.bounded import outcome_of
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.edge import Edge
-from sostenuto.tools.host import Host, Hosts
+from sostenuto.tools.host import Hosts
 from sostenuto.tools.journal import Journal, Left
 from sostenuto.tools.ladder import Ladder
 from sostenuto.tools.lifetimes import Lifetime
-from sostenuto.tools.logs import CALL
 from sostenuto.tools.metrics import Metrics
 from sostenuto.tools.owners import Owners
 from sostenuto.tools.phases import Event, Phase
 from sostenuto.tools.preparation import GRACE_S, Preparation
 from sostenuto.tools.program import Program
-from sostenuto.tools.refused import Refused, kind_of
+from sostenuto.tools.refused import Interrupted, Refused, kind_of
 from sostenuto.tools.remains import Logs, Remainder, Remains
 from sostenuto.tools.remote.services import Services
+from sostenuto.tools.rests import Rest, Standing
 from sostenuto.tools.results import Pending, ResultLog
 from sostenuto.tools.routing import RoutedHosts
 from sostenuto.tools.stock import Stock
 from sostenuto.tools.teardown import Teardown
-from sostenuto.tools.turns import Turn, Turns
+from sostenuto.tools.turns import Turns
 from sostenuto.tools.wire import (
     CallRequest,
+    Moved,
     Prepared,
     PrepareRequest,
+    ResumeRequest,
     Reward,
     RewardRequest,
     State,
 )
-from sostenuto.types import ProgramId, ToolResult
+from sostenuto.tools.work import call_measured, score
+from sostenuto.types import ProgramId, SandboxRung, ToolResult
 
 T = TypeVar("T")
 log = getLogger(__name__)
@@ -92,15 +93,14 @@ class Programs:
         self._config = config
         self._backend = backend
         self._hosts = RoutedHosts(hosts, Turns(config), Services(books.edge.secrets, group))
-        self._edge = books.edge
-        self._metrics = books.metrics
+        self._books = books
         self._journal = journal = books.journal
         self._group = group
         self._programs: dict[ProgramId, Program] = {}
         self._logs = Logs(journal, books.edge, config.results_bytes)
-        self._remains = Remains(journal, self._logs)
         self._teardown = Teardown(group, config.release_s)
         self._stock = Stock(config, backend, group, self._teardown, journal)
+        self._remains = Remains(journal, self._logs, self._stock.forget_soon)
         self._preparation = Preparation(self._hosts, self._stock)
         self._owners = Owners(config.longest_lease_s, journal)
         for owner in self._remains.owners:
@@ -122,6 +122,18 @@ class Programs:
             program.release()
             raise
 
+    async def resume(self, program_id: ProgramId, request: ResumeRequest) -> Prepared:
+        """Go on with a program that ended with the server before this one, or refuse it with the reason."""
+        self._enter(request.owner)
+        program = self._programs.get(program_id)
+        if program is None:
+            rest = self._remains.rest(program_id, request.owner, request.seen)
+            program = self._admit(program_id, request, rest)
+            self._counters["resumed"] += 1
+        elif program.owner != request.owner or program.phase is Phase.RELEASING:
+            raise Refused(f"program {program_id} of {program.owner} is {program.phase} here", status=409)
+        return await program.prepared.wait()
+
     async def call(self, program_id: ProgramId, request: CallRequest) -> ToolResult:
         """Run a tool, or join or repeat what ran under this id."""
         program = self._find(program_id)
@@ -130,7 +142,7 @@ class Programs:
         if pending is None:
             live = self._living(program)
             turn = self._hosts.turns.enter(program_id, request)
-            work = partial(self._measured, live, request, turn)
+            work = partial(call_measured, self._books, live, request, turn)
             what = f"calling {request.name}"
             with turn.given_up_when_refused():
                 pending = live.run_recorded(Event.CALL, live.calls, request.call_id, what, work)
@@ -143,7 +155,7 @@ class Programs:
         pending = self._known(program.scores, request.call_id, again=False)
         if pending is None:
             live = self._living(program)
-            work = partial(self._score, live, request)
+            work = partial(score, live, request)
             pending = live.run_recorded(Event.SCORE, live.scores, request.call_id, "scoring", work)
             live.lifetime.score(request.timeout_s + GRACE_S, now_s=anyio.current_time())
             self._counters["scores"] += 1
@@ -161,6 +173,11 @@ class Programs:
     ) -> T:
         """What `use` returns; it is cancelled with the one who asked and with the program."""
         return await self._living(self._find(program_id)).use_sandbox(use, what)
+
+    async def move(self, program_id: ProgramId, rung: SandboxRung) -> Moved:
+        """Bring the program's sandbox to a rung, or as near to it as it can come back from."""
+        live = self._living(self._find(program_id))
+        return await live.use_sandbox(lambda ladder: live.rest(ladder, rung), "moving its sandbox")
 
     async def run_command(self, program_id: ProgramId, run: Callable[[Ladder], Awaitable[T]]) -> T:
         """`in_sandbox` for a command of its shell."""
@@ -227,9 +244,10 @@ class Programs:
         """Let the owner in, or refuse it; older epochs of its name end here."""
         present = {program.owner for program in self._programs.values()} | self._remains.owners
         for fenced in self._owners.enter(owner, present):
+            self._remains.pass_on(fenced, owner)
             self._release_all(fenced, "fenced_programs")
 
-    def _admit(self, program_id: ProgramId, request: PrepareRequest) -> Program:
+    def _admit(self, program_id: ProgramId, request: PrepareRequest, rest: Rest | None = None) -> Program:
         if self._closed:
             raise Refused("the tool server is stopping", status=503)
         now_s = anyio.current_time()
@@ -245,19 +263,23 @@ class Programs:
             ),
             calls=self._logs.calls(program_id),
             scores=self._logs.scores(program_id),
+            standing=Standing(self._journal, program_id),
         )
-        self._remains.hand_over(program, continues=request.continues)
+        if rest is None:
+            self._remains.hand_over(program, continues=request.continues)
+        else:
+            self._remains.go_on(program)
         self._journal.program_came(program_id, request.owner)
         self._programs[program_id] = program
         self._owners.begin(request.owner, self._config.lease_s)
-        self._group.start_soon(self._live, program, request)
+        self._group.start_soon(self._live, program, request, rest)
         return program
 
-    async def _live(self, program: Program, request: PrepareRequest) -> None:
+    async def _live(self, program: Program, request: PrepareRequest, rest: Rest | None) -> None:
         outcome: Prepared | SostenutoError = program.released_error()
         try:
             with program.scope:
-                result = await outcome_of(partial(self._preparation.run, program, request))
+                result = await outcome_of(partial(self._preparation.run, program, request, rest))
                 # A release may have come too late to stop the last step, and stands all the same.
                 if program.phase is Phase.PREPARING:
                     outcome = result
@@ -272,10 +294,10 @@ class Programs:
     def _book_prepare(self, program: Program, outcome: Prepared | SostenutoError) -> None:
         elapsed_s = anyio.current_time() - program.lifetime.started_s
         if isinstance(outcome, SostenutoError):
-            self._metrics.prepared(kind_of(outcome), elapsed_s)
+            self._books.metrics.prepared(kind_of(outcome), elapsed_s)
             return
-        self._metrics.declare(tool.name for tool in outcome.tools)
-        self._metrics.prepared("prepared", elapsed_s)
+        self._books.metrics.declare(tool.name for tool in outcome.tools)
+        self._books.metrics.prepared("prepared", elapsed_s)
         log.info("prepared for %s after %.3f s", program.owner, elapsed_s)
 
     async def _stay(self, program: Program, prepared: Prepared) -> None:
@@ -307,41 +329,6 @@ class Programs:
         log.info("released after %.1f s", anyio.current_time() - program.lifetime.started_s)
         program.ended.set()
 
-    async def _measured(self, program: Program, request: CallRequest, turn: Turn) -> ToolResult:
-        CALL.set(request.call_id)
-        started_s = anyio.current_time()
-        outcome = await outcome_of(partial(self._call, program, request, turn))
-        kind = outcome.status if isinstance(outcome, ToolResult) else kind_of(outcome)
-        elapsed_s = anyio.current_time() - started_s
-        self._metrics.called(request.name, kind, elapsed_s)
-        log.debug("%s: %s after %.3f s", request.name, kind, elapsed_s)
-        return value_of(outcome)
-
-    async def _call(self, program: Program, request: CallRequest, turn: Turn) -> ToolResult:
-        with anyio.move_on_after(request.timeout_s):
-            async with turn:
-                result = await bounded(
-                    lambda: _host(program).call(program.id, request),
-                    timeout_s=inf,
-                    late=ToolServerError,
-                    doing=f"calling {request.name}",
-                )
-            observation = self._edge.observation(result, program.output_bytes.get(request.name))
-            return replace(observation, queued_s=turn.queued_s)
-        return turn.late()
-
-    async def _score(self, program: Program, request: RewardRequest) -> Reward:
-        reward = await bounded(
-            lambda: _host(program).reward(program.id, request),
-            timeout_s=request.timeout_s + GRACE_S,
-            late=EnvironmentFailure,
-            doing="scoring the episode",
-        )
-        for name, number in {"value": reward.value, **reward.metrics}.items():
-            if not isfinite(number):
-                raise EnvironmentFailure(f"reward: {name} is {number}; return a finite number")
-        return reward
-
     def _find(self, program_id: ProgramId) -> Program | Remainder:
         program = self._programs.get(program_id) or self._remains.get(program_id)
         if program is None:
@@ -352,10 +339,9 @@ class Programs:
 
     def _living(self, program: Program | Remainder) -> Program:
         if isinstance(program, Remainder):
-            raise Refused(
+            raise Interrupted(
                 f"program {program.id} ended with the tool server that ran it; only results of calls that "
-                "had ended are left",
-                status=410,
+                "had ended are left"
             )
         return program
 
@@ -378,8 +364,3 @@ class Programs:
             if program.owner == owner:
                 self._counters[counter] += program.phase is not Phase.RELEASING
                 program.release()
-
-
-def _host(program: Program) -> Host:
-    assert program.host is not None, "a program that was prepared has a host"
-    return program.host

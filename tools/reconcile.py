@@ -22,10 +22,11 @@ from sostenuto.errors import ConfigError, SostenutoError
 from sostenuto.sandbox.cgroup_end import reclaim_cgroups
 from sostenuto.sandbox.cgroup_tree import Tree
 from sostenuto.sandbox.folders import reclaim
-from sostenuto.sandbox.protocol import Backend, Snapshot
+from sostenuto.sandbox.protocol import Backend
 from sostenuto.sandbox.snapshots import seal_of
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.journal import Journal, Left, open_journal
+from sostenuto.tools.rests import snapshots_of
 
 log = getLogger(__name__)
 
@@ -83,37 +84,17 @@ async def verify_layers(journal: Journal, backend: str) -> None:
             del layers[content]
 
 
-@asynccontextmanager
-async def inherited_snapshots(backend: Backend, left: Left, kept_s: float) -> AsyncGenerator[None]:
-    """Keep what a dead server has written down, so that programs can go on from there, for a while.
-
-    Layers are not meant: they are for whoever keeps layers.
-    """
-
-    async def forget_later() -> None:
-        await anyio.sleep(kept_s)
-        await _forget(backend, mine)
-
-    layers = {row.snapshot for row in left.layers.values()}
-    mine = [one for one in left.snapshots if one.backend == backend.name and one not in layers]
-    async with anyio.create_task_group() as group:
-        if mine:
-            group.start_soon(forget_later)
+async def forget_ownerless(backend: Backend, left: Left) -> None:
+    """Remove the snapshots that a dead server has left, but for layers and what programs can go on from."""
+    owned = snapshots_of(left) | {row.snapshot for row in left.layers.values()}
+    for snapshot in left.snapshots:
+        if snapshot.backend != backend.name or snapshot in owned:
+            continue
         try:
-            yield
-        finally:
-            group.cancel_scope.cancel()
-            with anyio.move_on_after(_BACKEND_S, shield=True):
-                await _forget(backend, mine)
-
-
-async def _forget(backend: Backend, snapshots: list[Snapshot]) -> None:
-    while snapshots:
-        try:
-            await backend.forget(snapshots[-1])
-        except SostenutoError as error:
-            log.warning("snapshot %s could not be removed: %s", snapshots[-1].reference, error)
-        snapshots.pop()
+            with anyio.fail_after(_BACKEND_S):
+                await backend.forget(snapshot)
+        except (SostenutoError, TimeoutError) as error:
+            log.warning("snapshot %s could not be removed: %s", snapshot.reference, error)
 
 
 def _reclaim_here(sandbox_root: str | None, journal: Journal) -> list[str]:

@@ -35,12 +35,17 @@ class OutcomeUnknown(ToolServerError):  # noqa: N818 - reads as the fact it stat
     """The call was under way when its server died; it is not run again, and nobody knows how far it came."""
 
 
+class Interrupted(ToolServerError):  # noqa: N818 - reads as the fact it states
+    """The program ended with its server, which was started again since; perhaps it can be resumed."""
+
+
 NAMED: Mapping[str, type[SostenutoError]] = MappingProxyType(
     {
         kind.__name__: kind
         for kind in (
             ConfigError,
             EnvironmentFailure,
+            Interrupted,
             OutcomeUnknown,
             Overloaded,
             PathError,
@@ -68,6 +73,8 @@ def status_of(error: SostenutoError) -> int:
         return error.status
     if isinstance(error, Overloaded):
         return 429
+    if isinstance(error, Interrupted):
+        return 410
     if isinstance(error, PathError) and isinstance(error.__cause__, FileNotFoundError):
         return 404
     if isinstance(error, ConfigError | PathError):
@@ -83,7 +90,7 @@ def blame_of(error: SostenutoError) -> Blame | None:
 def kind_of(error: SostenutoError) -> str:
     """One word for it: whose fault it is, or that the request was refused."""
     blame = blame_of(error)
-    return "refused" if blame is None or isinstance(error, Refused) else blame.value
+    return "refused" if blame is None or isinstance(error, Refused | Interrupted) else blame.value
 
 
 def refusal(error: SostenutoError) -> Refusal:

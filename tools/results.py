@@ -71,6 +71,16 @@ class ResultLog(Generic[T]):
             )
         return entry
 
+    @property
+    def unknown(self) -> set[str]:
+        """Calls of which nobody knows how far they came."""
+        return {call_id for call_id, entry in self._entries.items() if entry is not None and entry.is_unknown}
+
+    @property
+    def ended(self) -> set[str]:
+        """Those that have ended, of a log in which nothing runs."""
+        return self._entries.keys() - self.unknown
+
     def open(self, call_id: str) -> Pending[T]:
         """Claim an id that is new, or whose outcome is unknown."""
         entry = Pending[T]()

@@ -77,14 +77,22 @@ class RoutedHost:
         return self._host.alive
 
     async def prepare(
-        self, program_id: ProgramId, request: PrepareRequest, sandbox: Sandbox | None
+        self,
+        program_id: ProgramId,
+        request: PrepareRequest,
+        sandbox: Sandbox | None,
+        *,
+        state: bytes | None = None,
     ) -> Prepared:
         self._sandbox = sandbox
-        prepared = await self._host.prepare(program_id, request, sandbox)
+        prepared = await self._host.prepare(program_id, request, sandbox, state=state)
         tools = (*prepared.tools, *(tool.schema for tool in self._remote.values()))
         self._names = [tool.name for tool in tools]
         self._turns.know(program_id, request.environment.name, tools)
         return prepared.model_copy(update={"tools": tools}) if self._remote else prepared
+
+    async def save(self, program_id: ProgramId) -> bytes:
+        return await self._host.save(program_id)
 
     async def call(self, program_id: ProgramId, request: CallRequest) -> ToolResult:
         if tool := self._remote.get(request.name):

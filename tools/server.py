@@ -31,10 +31,11 @@ from sostenuto.tools.logs import REQUEST
 from sostenuto.tools.machine import supply
 from sostenuto.tools.metrics import Metrics
 from sostenuto.tools.programs import Programs, open_programs
-from sostenuto.tools.reconcile import inherited_snapshots, open_state, reclaim_orphans, verify_layers
+from sostenuto.tools.reconcile import forget_ownerless, open_state, reclaim_orphans, verify_layers
 from sostenuto.tools.recorded import RecordedBackend
 from sostenuto.tools.refused import Refused, status_of
 from sostenuto.tools.requests import body_of, done, json_response, named, program_id_of
+from sostenuto.tools.rests import verify_rests
 from sostenuto.tools.sandbox_routes import SandboxRoutes
 from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.wire import (
@@ -42,8 +43,8 @@ from sostenuto.tools.wire import (
     REQUEST_ID,
     CallRequest,
     Heartbeat,
-    Moved,
     PrepareRequest,
+    ResumeRequest,
     RewardRequest,
     RungRequest,
     Supply,
@@ -68,13 +69,12 @@ async def listen(
         async with open_state(config) as journal:
             reclaimed = await reclaim_orphans(config, backend, journal)
             await verify_layers(journal, backend.name)
+            await verify_rests(journal, backend.name)
             disk = config.sandbox_root or config.state_dir
             metrics = Metrics(None if disk is None else Path(disk))
             recorded = RecordedBackend(backend, journal, metrics)
-            async with (
-                inherited_snapshots(recorded, journal.left, config.results_kept_s),
-                open_programs(config, recorded, hosts, edge, journal, metrics) as programs,
-            ):
+            await forget_ownerless(recorded, journal.left)
+            async with open_programs(config, recorded, hosts, edge, journal, metrics) as programs:
                 programs.count("reclaimed_orphans", reclaimed)
                 routes = Routes(programs, edge, config, metrics, partial(supply, config, recorded))
                 async with _served(routes, config, listening, tls):
@@ -131,6 +131,7 @@ class Routes:
                 web.post(f"{program}/call", self._call),
                 *self._sandboxes.routes(program),
                 web.post(f"{program}/prepare", self._prepare),
+                web.post(f"{program}/resume", self._resume),
                 web.post(f"{program}/reward", self._reward),
                 web.post(f"{program}/release", self._release),
                 web.post(f"{program}/rung", self._rung),
@@ -179,6 +180,10 @@ class Routes:
         body = await body_of(request, PrepareRequest)
         return self._json(await self._programs.prepare(program_id_of(request), body))
 
+    async def _resume(self, request: web.Request) -> web.Response:
+        body = await body_of(request, ResumeRequest)
+        return self._json(await self._programs.resume(program_id_of(request), body))
+
     async def _call(self, request: web.Request) -> web.Response:
         body = await body_of(request, CallRequest)
         return self._json(await self._programs.call(program_id_of(request), body))
@@ -193,11 +198,7 @@ class Routes:
 
     async def _rung(self, request: web.Request) -> web.Response:
         body = await body_of(request, RungRequest)
-        began_s = anyio.current_time()
-        rung = await self._programs.in_sandbox(
-            program_id_of(request), lambda sandbox: sandbox.move(body.rung)
-        )
-        return self._json(Moved(rung=rung, elapsed_s=anyio.current_time() - began_s))
+        return self._json(await self._programs.move(program_id_of(request), body.rung))
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
         body = await body_of(request, Heartbeat)

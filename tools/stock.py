@@ -23,7 +23,7 @@ from sostenuto.tools.bounded import bounded
 from sostenuto.tools.config import ServerConfig
 from sostenuto.tools.content import Kind, Kinds
 from sostenuto.tools.journal import Journal
-from sostenuto.tools.ladder import Ladder
+from sostenuto.tools.ladder import Ladder, Resting
 from sostenuto.tools.layers import Layer, Layers
 from sostenuto.tools.machine import budget
 from sostenuto.tools.setup import Setup, SetupFailed, check_health, run_setup
@@ -82,6 +82,15 @@ class Stock:
     async def start(self, name: str, blueprint: Blueprint, setup: Setup) -> Ladder:
         """A program's sandbox, or SandboxError."""
         return await Ladder.start(_Shelf(self, self._backend, setup), name, blueprint)
+
+    def resting(self, name: str, blueprint: Blueprint, on: Resting) -> Ladder:
+        """A program's sandbox that a server before this one has snapshotted."""
+        return Ladder.resting_on(self._backend, name, blueprint, on)
+
+    def forget_soon(self, snapshot: Snapshot) -> None:
+        """Begin to remove a snapshot that nobody comes back to."""
+        what = f"removing snapshot {snapshot.reference}"
+        self._teardown.give_back_soon(what, partial(self._backend.forget, snapshot))
 
     async def close(self) -> None:
         """End what waits and what is being made, and begin to remove every layer.  Safe to call twice."""

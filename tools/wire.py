@@ -1,6 +1,7 @@
 """What crosses between the runtime and the tool server, as JSON over HTTP.
 
     POST   /v1/programs/{program_id}/prepare   PrepareRequest  -> Prepared
+    POST   /v1/programs/{program_id}/resume    ResumeRequest   -> Prepared  after the death of its server
     POST   /v1/programs/{program_id}/call      CallRequest     -> ToolResult
     POST   /v1/programs/{program_id}/reward    RewardRequest   -> Reward
     POST   /v1/programs/{program_id}/release                   -> {}     idempotent
@@ -125,6 +126,16 @@ class PrepareRequest(Wire):
     under way is unknown, or is run again if its tool is idempotent.  Otherwise they are forgotten."""
 
 
+class ResumeRequest(PrepareRequest):
+    """Go on with a program of a server that died: its sandbox from the last snapshot, no `reset`.
+
+    Refused unless that is the program as the last result left it that its record has.  Fine to repeat.
+    """
+
+    seen: tuple[str, ...] = ()
+    """Calls whose results the record has."""
+
+
 class Prepared(Wire):
     messages: tuple[Message, ...]
     """The conversation so far: a system message if the environment has one, and the first user message."""
@@ -193,6 +204,8 @@ class Moved(Wire):
     rung: SandboxRung
     """Which one it stands on; above the one that was asked for where it could not come back from that."""
     elapsed_s: float
+    ends_with_server: str = ""
+    """Why the program, if it is snapshotted, could not go on after the server's death; empty: it could."""
 
 
 class Heartbeat(Wire):
