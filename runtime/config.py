@@ -179,6 +179,9 @@ class ToolServerSettings(Section):
     lease_s: float = Field(default=30.0, gt=0)
     """How long environments outlive a runtime that has died."""
 
+    restarts: int = Field(default=3, ge=0)
+    """How often the server is started again within ten minutes when it dies."""
+
     secrets: tuple[str, ...] = ()
     """Names of environment variables that tools may read and that never leave the tool server."""
 
@@ -198,6 +201,12 @@ class RemoteToolServer(Section):
 
 class ToolServeSettings(ToolServerSettings):
     """A tool server of its own, for runtimes on this machine or others."""
+
+    @model_validator(mode="after")
+    def _is_started_by_others(self) -> Self:
+        if "restarts" in self.model_fields_set:
+            raise ValueError("restarts is of a server that a runtime starts; leave it to who starts this one")
+        return self
 
     host: str = "127.0.0.1"
     """Where it listens.  Beyond this machine it needs TLS, or `insecure`."""

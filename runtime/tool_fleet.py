@@ -1,48 +1,34 @@
 """Programs spread over several tool servers.
 
 Invariants:
-- A program lives on one server, from its prepare to its release.
-- Whatever is asked of a server that was lost fails at once and names it; nothing waits for it.
-- A server that answers again begins empty: our new owner's epoch fences what it may have kept.
+- A program lives on one server, from its prepare to its release, or until that one is lost.
+- Of a lost server's programs those whose last snapshot is what their record needs go on with the server that
+  is started in its place; whatever is asked of the others fails at once and names the reason.
+- A server that answers again has nothing else of ours: our new owner's epoch fences what it may have kept.
 - Written by the event loop's tasks alone.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
 
 import anyio
 from pydantic import JsonValue
 
-from sostenuto.errors import ConfigError, SandboxError, SostenutoError, ToolServerError, lone_error
+from sostenuto.errors import SandboxError, SostenutoError, ToolServerError, lone_error
+from sostenuto.runtime.tool_keeper import Link, ToolKeeper
 from sostenuto.runtime.tool_place import Place, best, key_of
+from sostenuto.runtime.tool_stays import RETURN_S, Stay
 from sostenuto.scheduler.actions import ToolServerJoined
-from sostenuto.tools.client import ToolServerClient
-from sostenuto.tools.refused import WrongToken
-from sostenuto.tools.wire import EnvironmentRef, Moved, Prepared, Reward, Supply
+from sostenuto.tools.wire import EnvironmentRef, Moved, Prepared, Reward
 from sostenuto.types import CallId, Episode, ProgramId, SandboxRung, ToolCall, ToolResult
 
-T = TypeVar("T")
 Tell = Callable[[ToolServerJoined], None]
 
 _AVOIDED_S = 10.0
 """How long a server that could not prepare something comes last."""
-_FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 30.0
-"""Between two looks whether a server that was lost answers."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How one server is reached."""
-
-    url: str
-    client: Callable[[int], ToolServerClient]
-    """A new one, not yet entered, whose owner has this epoch."""
 
 
 class ToolFleet:
@@ -53,7 +39,10 @@ class ToolFleet:
         """Those that answer, by URL."""
         self._absent: dict[str, str] = {}
         """Why the others do not."""
-        self._at: dict[ProgramId, Place] = {}
+        self._given_up: set[str] = set()
+        """Those of them that will not come back."""
+        self._stays: dict[ProgramId, Stay] = {}
+        self._joined = anyio.Event()
         self._told: list[Tell] = []
         self._limits = ToolServerJoined()
 
@@ -90,53 +79,57 @@ class ToolFleet:
 
         async def on(place: Place) -> Prepared:
             left_s = deadline_s - anyio.current_time()
-            return await self._prepare(
-                place,
-                program_id,
-                environment,
-                lambda client: client.prepare(program_id, environment, task, seed=seed, timeout_s=left_s),
-            )
+            stay = Stay(program_id, environment, task, seed, place)
+            return await self._prepare(stay, left_s)
 
-        first = self._best(environment)
+        first = await self._best(environment, deadline_s)
         try:
             return await on(first)
         except (SandboxError, ToolServerError) as error:
             first.avoided_until_s = anyio.current_time() + _AVOIDED_S
             first.prepared.discard(key_of(environment))
-            others = [place for place in self._places.values() if place is not first]
-            if not others or anyio.current_time() >= deadline_s:
+            elsewhere = first.lost or len(self._places) > 1
+            if not elsewhere or anyio.current_time() >= deadline_s:
                 raise
             _log.warning("%s could not be prepared on %s: %s", program_id, first.url, error)
-        return await on(self._best(environment, without=first))
+        return await on(await self._best(environment, deadline_s, without=first))
 
     async def call(
         self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float, priority: int = 0
     ) -> ToolResult:
-        return await self._place(program_id).ask(
+        stay = self._stay(program_id)
+        result = await stay.ask(
             lambda client: client.call(program_id, call_id, call, timeout_s=timeout_s, priority=priority)
         )
+        stay.answered(call_id)
+        return result
 
     async def reward(
         self, program_id: ProgramId, call_id: CallId, episode: Episode, *, timeout_s: float
     ) -> Reward:
-        return await self._place(program_id).ask(
+        return await self._stay(program_id).ask(
             lambda client: client.reward(program_id, call_id, episode, timeout_s=timeout_s)
         )
 
     async def move(self, program_id: ProgramId, rung: SandboxRung) -> Moved:
-        return await self._place(program_id).ask(lambda client: client.move(program_id, rung))
+        stay = self._stay(program_id)
+        moved = await stay.ask(lambda client: client.move(program_id, rung))
+        stay.moved(moved)
+        return moved
 
     async def release(self, program_id: ProgramId) -> None:
         """Return when the program holds nothing any more, at once where its server is gone."""
-        place = self._at.get(program_id)
-        if place is None:
+        stay = self._stays.get(program_id)
+        if stay is None:
             return
+        # One that was started in its place may have what is left of it.
+        place = self._places.get(stay.place.url, stay.place)
         try:
             await place.ask(lambda client: client.release(program_id))
         except ToolServerError:
             if not place.lost:
                 raise
-        self._forget(program_id, place)
+        self._forget(stay)
 
     # ---- what sandboxes may take ----
 
@@ -164,7 +157,14 @@ class ToolFleet:
 
     # ---- which server ----
 
-    def _best(self, environment: EnvironmentRef, *, without: Place | None = None) -> Place:
+    async def _best(
+        self, environment: EnvironmentRef, deadline_s: float, *, without: Place | None = None
+    ) -> Place:
+        """The one that suits it best; where none answers, the first that does in time."""
+        with anyio.move_on_at(min(deadline_s, anyio.current_time() + RETURN_S)):
+            while not self._places and set(self._absent) - self._given_up:
+                self._joined = anyio.Event()
+                await self._joined.wait()
         places = [place for place in self._places.values() if place is not without]
         if not places:
             raise ToolServerError(f"no tool server answers: {self.why_not()}")
@@ -173,96 +173,93 @@ class ToolFleet:
     def why_not(self) -> str:
         return "; ".join(f"{url}: {why}" for url, why in self._absent.items())
 
-    def _place(self, program_id: ProgramId) -> Place:
-        place = self._at.get(program_id)
-        if place is None:
+    def _stay(self, program_id: ProgramId) -> Stay:
+        stay = self._stays.get(program_id)
+        if stay is None:
             raise ToolServerError(f"no program {program_id} on any tool server")
-        return place
+        return stay
 
-    async def _prepare(
-        self,
-        place: Place,
-        program_id: ProgramId,
-        environment: EnvironmentRef,
-        prepare: Callable[[ToolServerClient], Awaitable[Prepared]],
-    ) -> Prepared:
-        self._at[program_id] = place
-        place.claims[program_id] = environment.memory_bytes
-        place.prepared.add(key_of(environment))
+    async def _prepare(self, stay: Stay, timeout_s: float) -> Prepared:
+        program_id, environment = stay.program_id, stay.environment
+        self._stays[program_id] = stay
+        stay.stands_at(stay.place)
+        stay.place.prepared.add(key_of(environment))
         try:
-            return await place.ask(prepare)
+            return await stay.place.ask(
+                lambda client: client.prepare(
+                    program_id, environment, stay.task, seed=stay.seed, timeout_s=timeout_s
+                )
+            )
         except SostenutoError:
             # Nothing of it is left there.  One that is cancelled may still be: it is released.
-            self._forget(program_id, place)
+            self._forget(stay)
             raise
 
-    def _forget(self, program_id: ProgramId, place: Place) -> None:
-        place.claims.pop(program_id, None)
-        if self._at.get(program_id) is place:
-            del self._at[program_id]
+    def _forget(self, stay: Stay) -> None:
+        stay.leaves()
+        if self._stays.get(stay.program_id) is stay:
+            del self._stays[stay.program_id]
 
-    # ---- servers come and go ----
+    # ---- servers come and go, for those who keep them ----
 
-    async def keep(self, link: Link, tried: anyio.Event) -> None:
-        """Take the server whenever it answers, and let it go whenever its lease cannot be kept, forever.
+    def absent(self, url: str, why: str) -> None:
+        """The server does not answer yet."""
+        self._absent[url] = why
 
-        `tried` is set once it is known whether it answers.  ConfigError when it refuses the token until then.
-        """
-        epoch = 0
-        while True:
-            epoch += 1
-            async with link.client(epoch) as client:
-                supply = await self._reached(link.url, client, tried)
-                place = Place(link.url, client, supply)
-                self._joins(place)
-                tried.set()
-                try:
-                    await client.heartbeats()
-                except ToolServerError as error:
-                    self._leaves(place, str(error))
-
-    async def _reached(self, url: str, client: ToolServerClient, tried: anyio.Event) -> Supply:
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                return await client.supply()
-            except ToolServerError as error:
-                if isinstance(error, WrongToken) and not tried.is_set():
-                    raise ConfigError(f"tool_servers: {url}: {error}; see its token_env") from error
-                self._absent[url] = str(error)
-                if not tried.is_set():
-                    _log.warning("tool server %s takes no programs until it answers: %s", url, error)
-                    tried.set()
-            await anyio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _joins(self, place: Place) -> None:
+    def joins(self, place: Place) -> None:
         self._absent.pop(place.url, None)
         self._places[place.url] = place
+        self._joined.set()
         self._limits_change()
 
-    def _leaves(self, place: Place, why: str) -> None:
-        _log.warning("tool server %s is lost with %d programs: %s", place.url, len(place.claims), why)
+    async def go_on(self, place: Place) -> None:
+        """Let the programs go on that the place's server had, before it was lost, in a snapshot."""
+        async with anyio.create_task_group() as group:
+            for stay in self._waiting_for(place.url):
+                group.start_soon(stay.go_on, place)
+
+    def leaves(self, place: Place, why: str) -> None:
+        """The server is lost, and what was asked of it fails."""
+        stays = [stay for stay in self._stays.values() if stay.place is place]
+        place.lose(why)
+        for stay in stays:
+            stay.loses_server()
+        waiting = sum(stay.waits for stay in stays)
+        _log.warning(
+            "tool server %s is lost with %d programs, of which %d may go on when it is back: %s",
+            place.url, len(stays), waiting, why,
+        )  # fmt: skip
         self._absent[place.url] = why
         del self._places[place.url]
-        place.lose(why)
         self._limits_change()
+
+    def give_up(self, url: str, why: str) -> None:
+        """The server will not come back."""
+        self._absent[url] = why
+        self._given_up.add(url)
+        self._joined.set()
+        for stay in self._waiting_for(url):
+            stay.gives_up(why)
+
+    def _waiting_for(self, url: str) -> list[Stay]:
+        return [stay for stay in self._stays.values() if stay.place.url == url and stay.waits]
 
 
 @asynccontextmanager
 async def open_fleet(links: Sequence[Link]) -> AsyncGenerator[ToolFleet]:
     """The servers as one, with heartbeats, while the block runs; it goes on when some of them are lost.
 
-    ConfigError when one refuses our token at the start, ToolServerError when none answers.
+    ConfigError when one refuses our token at the start, ToolServerError when none answers; what a server of
+    ours does not start with is raised as it is.
     """
     fleet = ToolFleet()
-    tried = [anyio.Event() for _ in links]
+    keepers = [ToolKeeper(link, fleet) for link in links]
     with lone_error():
         async with anyio.create_task_group() as group:
-            for link, is_tried in zip(links, tried, strict=True):
-                group.start_soon(fleet.keep, link, is_tried)
-            for is_tried in tried:
-                await is_tried.wait()
+            for keeper in keepers:
+                group.start_soon(keeper.run)
+            for keeper in keepers:
+                await keeper.tried.wait()
             if not fleet.living:
                 raise ToolServerError(f"no tool server answers: {fleet.why_not()}")
             yield fleet

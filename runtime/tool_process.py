@@ -9,9 +9,9 @@ import secrets as randomness
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
@@ -54,6 +54,42 @@ class _FirstWord(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
+class RunningToolServer:
+    """A tool server that lives as long as its `run_tool_server` block, or dies before."""
+
+    url: str
+    token: str = field(repr=False)
+    isolation: str
+    """What its sandboxes are separated by, for people."""
+    pid: int
+    ended: Callable[[], Awaitable[str]]
+    """Returns how it ended, once it has."""
+    kill: Callable[[], None]
+    """Ends it at once, also when it hangs."""
+
+
+@asynccontextmanager
+async def run_tool_server(
+    settings: ToolServerSettings, *, sandbox_root: Path, log: Path
+) -> AsyncGenerator[RunningToolServer]:
+    """Run a tool server while the block runs, on what one before it has left there.
+
+    Raises Unsupported when no sandbox works here, ConfigError for a port in use; both name the remedy.
+    """
+    orders = _orders(settings, sandbox_root)
+    async with _process(orders, log) as (process, word):
+
+        async def ended() -> str:
+            code = await process.wait()
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            return f"the tool server ended ({how}); see {log}"
+
+        yield RunningToolServer(
+            word.url, orders.server.token, word.isolation, process.pid, ended, process.kill
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchedToolServer:
     """A tool server that lives as long as its `launch_tool_server` block."""
 
@@ -67,27 +103,27 @@ class LaunchedToolServer:
 async def launch_tool_server(
     settings: ToolServerSettings, *, sandbox_root: Path, log: Path
 ) -> AsyncGenerator[LaunchedToolServer]:
-    """Run a tool server while the block runs, with a client whose heartbeats keep its programs alive.
+    """`run_tool_server`, with a client whose heartbeats keep its programs alive.
 
-    Raises Unsupported when no sandbox works here, ConfigError for a port in use; both name the remedy.  When
-    the process ends on its own, every request of the client says so, and the block goes on.
+    When the process ends on its own, every request of the client says so, and the block goes on.
     """
-    orders = _orders(settings, sandbox_root)
-    async with _process(orders, log) as (process, word):
-        owner = f"runtime-{os.getpid()}-{randomness.token_hex(4)}"
-        client = ToolServerClient(word.url, orders.server.token, owner, lease_s=settings.lease_s)
+    async with run_tool_server(settings, sandbox_root=sandbox_root, log=log) as server:
+        client = ToolServerClient(server.url, server.token, new_owner(), lease_s=settings.lease_s)
+
+        async def watch() -> None:
+            client.give_up(await server.ended())
+
         with lone_error():
             async with client, anyio.create_task_group() as group:
                 group.start_soon(client.heartbeats)
-                group.start_soon(_watch, process, client, log)
-                yield LaunchedToolServer(client, word.isolation, process.pid)
+                group.start_soon(watch)
+                yield LaunchedToolServer(client, server.isolation, server.pid)
                 group.cancel_scope.cancel()
 
 
-async def _watch(process: Process, client: ToolServerClient, log: Path) -> None:
-    code = await process.wait()
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    client.give_up(f"the tool server ended ({how}); see {log}, and start the run again")
+def new_owner() -> str:
+    """A name that no other runtime has."""
+    return f"runtime-{os.getpid()}-{randomness.token_hex(4)}"
 
 
 def _orders(settings: ToolServerSettings, sandbox_root: Path) -> _Orders:

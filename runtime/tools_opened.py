@@ -1,18 +1,17 @@
 """Where a run's programs get their environments: from a tool server of its own, or from several."""
 
 import os
-import secrets as randomness
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from sostenuto.errors import ConfigError
-from sostenuto.runtime.config import RemoteToolServer, RuntimeConfig
+from sostenuto.runtime.config import RemoteToolServer, RuntimeConfig, ToolServerSettings
 from sostenuto.runtime.program import ToolServer
 from sostenuto.runtime.run_directory import RunDirectory
-from sostenuto.runtime.tool_fleet import Link, Tell, open_fleet
-from sostenuto.runtime.tool_process import launch_tool_server
-from sostenuto.scheduler.actions import ToolServerJoined
+from sostenuto.runtime.tool_fleet import Tell, open_fleet
+from sostenuto.runtime.tool_keeper import Link, Linked, reached
+from sostenuto.runtime.tool_process import new_owner, run_tool_server
 from sostenuto.tools.client import ToolServerClient
 
 
@@ -28,28 +27,21 @@ class OpenTools:
 @asynccontextmanager
 async def open_tools(config: RuntimeConfig, run: RunDirectory) -> AsyncGenerator[OpenTools]:
     """The servers that the configuration names, else one of our own, while the block runs."""
-    if config.tool_servers:
-        async with open_fleet(links_of(config)) as fleet:
-            yield OpenTools(fleet, fleet.isolation, fleet.limiting)
-        return
-    settings = config.tool_server
-    limits = ToolServerJoined(memory_bytes=settings.sandbox_memory_bytes)
-    async with launch_tool_server(
-        settings, sandbox_root=run.path / "sandboxes", log=run.logs / "tool_server.log"
-    ) as launched:
-        yield OpenTools(launched.client, launched.isolation, lambda tell: _told_once(tell, limits))
+    links = links_of(config) if config.tool_servers else [_ours(config.tool_server, run)]
+    async with open_fleet(links) as fleet:
+        yield OpenTools(fleet, fleet.isolation, fleet.limiting)
 
 
 def links_of(config: RuntimeConfig) -> list[Link]:
     """How the servers are reached; ConfigError for one whose token is not there."""
-    us = f"runtime-{os.getpid()}-{randomness.token_hex(4)}"
+    us = new_owner()
     return [
-        _link(server, f"{us}-{index}", config.tool_server.lease_s)
+        _elsewhere(server, f"{us}-{index}", config.tool_server.lease_s)
         for index, server in enumerate(config.tool_servers)
     ]
 
 
-def _link(server: RemoteToolServer, owner: str, lease_s: float) -> Link:
+def _elsewhere(server: RemoteToolServer, owner: str, lease_s: float) -> Link:
     token = os.environ.get(server.token_env, "")
     if not token:
         raise ConfigError(
@@ -60,10 +52,18 @@ def _link(server: RemoteToolServer, owner: str, lease_s: float) -> Link:
     def client(epoch: int) -> ToolServerClient:
         return ToolServerClient(server.url, token, f"{owner}/{epoch}", lease_s=lease_s, ca_file=server.ca)
 
-    return Link(server.url, client)
+    return reached(server.url, client)
 
 
-@contextmanager
-def _told_once(tell: Tell, limits: ToolServerJoined) -> Generator[None]:
-    tell(limits)
-    yield
+def _ours(settings: ToolServerSettings, run: RunDirectory) -> Link:
+    """A process of this run, which is started again on what it left."""
+    owner, sandboxes, log = new_owner(), run.path / "sandboxes", run.logs / "tool_server.log"
+
+    @asynccontextmanager
+    async def started(epoch: int) -> AsyncGenerator[Linked]:
+        async with run_tool_server(settings, sandbox_root=sandboxes, log=log) as server:
+            who = f"{owner}/{epoch}"
+            async with ToolServerClient(server.url, server.token, who, lease_s=settings.lease_s) as client:
+                yield Linked(client, server.ended, server.kill)
+
+    return Link("of this run", started, settings.restarts)

@@ -23,7 +23,6 @@ from test_tools_serve import TOKEN, VARIABLE, served
 P = ProgramId("p")
 EPISODE = Episode(messages=(), stop_reason=StopReason.ANSWERED)
 TASK: dict[str, JsonValue] = {"word": "first"}
-MOUNTS = Path("/proc/self/mounts")
 HERE = str(Path(__file__).parent)
 
 
@@ -139,6 +138,10 @@ def rows(folder: Path) -> dict[str, int]:
         return {table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}
 
 
+def mounts_below(folder: Path) -> list[str]:
+    return [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(folder) in line]
+
+
 async def assert_nothing_left(folder: Path) -> None:
     """Of a server that has ended, or whose programs have been released: no row, folder, process, mount."""
     with anyio.fail_after(20):
@@ -147,4 +150,4 @@ async def assert_nothing_left(folder: Path) -> None:
     sandboxes = folder / "tool-server" / "sandboxes"
     assert list(sandboxes.iterdir()) == []
     assert left_processes(sandboxes) == []
-    assert str(folder) not in MOUNTS.read_text()
+    assert mounts_below(folder) == []

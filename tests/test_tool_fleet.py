@@ -14,7 +14,8 @@ import pytest
 
 from fakes_tools import FORM, TOKEN, FakeBackend, FakeHosts, config
 from sostenuto.errors import ConfigError, EnvironmentFailure, SandboxError, ToolServerError
-from sostenuto.runtime.tool_fleet import Link, ToolFleet, open_fleet
+from sostenuto.runtime.tool_fleet import ToolFleet, open_fleet
+from sostenuto.runtime.tool_keeper import Link, reached
 from sostenuto.sandbox.protocol import Blueprint, Sandbox, Snapshot
 from sostenuto.scheduler.actions import ToolServerJoined
 from sostenuto.tools.client import ToolServerClient
@@ -70,7 +71,7 @@ def link(url: str, *, token: str = TOKEN, lease_s: float = 30.0, repeat_s: float
     def client(epoch: int) -> ToolServerClient:
         return ToolServerClient(url, token, f"us-{url[-5:]}/{epoch}", lease_s=lease_s, repeat_s=repeat_s)
 
-    return Link(url, client)
+    return reached(url, client)
 
 
 def needing(memory_bytes: int = 0, *, kind: int = 0) -> EnvironmentRef:

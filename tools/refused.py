@@ -31,6 +31,10 @@ class WrongToken(ToolServerError):  # noqa: N818 - reads as the fact it states
     """The server does not know the token that the client was given."""
 
 
+class Unreachable(ToolServerError):  # noqa: N818 - reads as the fact it states
+    """The connection to the server was lost, and could not be made again in time."""
+
+
 class OutcomeUnknown(ToolServerError):  # noqa: N818 - reads as the fact it states
     """The call was under way when its server died; it is not run again, and nobody knows how far it came."""
 

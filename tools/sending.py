@@ -16,7 +16,7 @@ from yarl import URL
 
 from sostenuto.errors import SostenutoError, ToolServerError
 from sostenuto.tools.archived import PIECE_BYTES
-from sostenuto.tools.refused import WrongToken, raised
+from sostenuto.tools.refused import Unreachable, WrongToken, raised
 from sostenuto.tools.wire import Refusal
 
 REPEAT_PAUSE_S = 0.1
@@ -81,7 +81,7 @@ class Sender:
             await anyio.sleep(REPEAT_PAUSE_S)
             if self.gone or now_s + REPEAT_PAUSE_S > give_up_s:
                 reason = self.gone or f"connection to {self._url} lost: {lost}"
-                raise ToolServerError(f"{ask.method} {ask.path}: {reason}") from lost
+                raise Unreachable(f"{ask.method} {ask.path}: {reason}") from lost
 
     async def _send_once(self, ask: Ask) -> bytes:
         url = URL(self._url + ask.path, encoded=True)
