@@ -2,7 +2,8 @@
 cancelled, and workers and the server itself are killed in their midst.
 
 Afterwards nothing may be left: no process, mount, cgroup, workspace or result without owner; and no call may
-have run twice.  Each server follows the one that was killed on the same state.
+have run twice.  Each server follows the one that was killed on the same state.  A program whose server was
+killed goes on with the next one where it can, and its sandbox then has what each of its calls did, once.
 """
 
 import json
@@ -47,6 +48,10 @@ CLIENTS = 4
 LEASE_S = 1.0
 KEPT_S = 5.0
 """Results and snapshots of a server that was killed."""
+_TURNS = 4
+_RUNGS = (*SandboxRung, SandboxRung.SNAPSHOTTED, SandboxRung.SNAPSHOTTED)
+_LIVES = 4
+"""Servers that one program goes on with."""
 _EPISODE = Episode(messages=(), stop_reason=StopReason.ANSWERED)
 
 
@@ -205,20 +210,19 @@ async def _all_cycles(run: Torture, cycles: int) -> None:
 
 
 async def _cycle(run: Torture, number: int) -> None:
-    """One program, by a client of its own, which half of the times fences the one before it."""
+    """One program, of an owner of its own, which half of the times fences the one before it."""
     await run.up.wait()
-    owner = f"fencing/{number}" if number % 8 == 0 else f"client-{number}"
-    # More than a connection's loss is waited for: the client asks the next server for the result.
-    client = ToolServerClient(run.url, TOKEN, owner, lease_s=LEASE_S, repeat_s=0.2, slack_s=15)
+    program = _Program(run, number, f"fencing/{number}" if number % 8 == 0 else f"client-{number}")
     fate = run.dice.choice(("finish", "finish", "vanish", "cancel"))
-    async with client, anyio.create_task_group() as group:
-        group.start_soon(_quietly, run, client.heartbeats)
-        life_s = 30.0 if fate == "finish" else run.dice.uniform(0.0, 1.0)
-        with anyio.move_on_after(life_s):
-            await _quietly(run, lambda: _live(run, client, number, group))
-        if fate == "cancel":
-            await _quietly(run, lambda: client.release(ProgramId(f"p{number}")))
-        group.cancel_scope.cancel()
+    life_s = 30.0 if fate == "finish" else run.dice.uniform(0.0, 1.0)
+    with anyio.move_on_after(life_s):
+        for _ in range(_LIVES):
+            await run.up.wait()
+            if await program.lives():
+                break
+    if fate == "cancel":
+        async with program.client() as client:
+            await _quietly(run, lambda: client.release(program.id))
     run.seen[fate] += 1
 
 
@@ -230,33 +234,82 @@ async def _blow(run: Torture, number: int, moment: int) -> None:
         blow()
 
 
-async def _quietly(run: Torture, work: Callable[[], Awaitable[None]]) -> None:
-    """What dies here is expected to; errors that are none of ours are not."""
+async def _quietly(run: Torture, work: Callable[[], Awaitable[None]]) -> bool:
+    """Whether it was done.  What dies here is expected to; errors that are none of ours are not."""
     try:
         await work()
     except SostenutoError as error:
         run.seen[type(error).__name__] += 1
+        return False
+    return True
 
 
-async def _live(run: Torture, client: ToolServerClient, number: int, group: TaskGroup) -> None:
-    group.start_soon(_blow, run, number, 0)
-    program = ProgramId(f"p{number}")
-    ref: EnvironmentRef = environment_ref(Torn)
-    # Only a sandbox in which nothing runs is snapshotted.
-    task: dict[str, JsonValue] = {"seconds": run.sleep_s if number % 2 else 0.0}
-    await client.prepare(program, ref, task, timeout_s=20)
-    run.look()
-    for turn in range(4):
-        group.start_soon(_blow, run, number, turn + 1)
-        path = run.folder / "marks" / f"{number}.{turn}"
-        command = f"sleep {run.dice.uniform(0.0, 0.3):.3f}; echo done"
-        call = ToolCall("mark", json.dumps({"path": str(path), "command": command}))
-        await _call(run, client, program, CallId(str(turn)), call)
-        moved = await client.move(program, run.dice.choice(list(SandboxRung)))
-        run.seen[moved.rung.value] += 1
-    await client.reward(program, CallId("reward"), _EPISODE, timeout_s=10)
-    await client.release(program)
-    run.seen["completed"] += 1
+class _Program:
+    """From its preparation to its release, over the deaths of its servers."""
+
+    def __init__(self, run: Torture, number: int, owner: str) -> None:
+        self.id = ProgramId(f"p{number}")
+        self._run = run
+        self._number = number
+        self._owner = owner
+        # Only a sandbox in which nothing runs is snapshotted.
+        self._task: dict[str, JsonValue] = {"seconds": run.sleep_s if number % 2 else 0.0}
+        self._seen: list[str] = []
+        self._server: psutil.Process | None = None
+        """Where it was prepared, or went on."""
+
+    def client(self) -> ToolServerClient:
+        """Of the server that runs now; more than a connection's loss is waited for."""
+        return ToolServerClient(self._run.url, TOKEN, self._owner, lease_s=LEASE_S, repeat_s=0.2, slack_s=15)
+
+    async def lives(self) -> bool:
+        """With one server, from where the last one left it; whether it is over."""
+        over = True
+        async with self.client() as client, anyio.create_task_group() as group:
+            group.start_soon(_quietly, self._run, client.heartbeats)
+            over = not await _quietly(self._run, lambda: self._begins(client, group))
+            over = over or await _quietly(self._run, lambda: self._goes_on(client, group))
+            group.cancel_scope.cancel()
+        return over
+
+    async def _begins(self, client: ToolServerClient, group: TaskGroup) -> None:
+        ref: EnvironmentRef = environment_ref(Torn)
+        before, self._server = self._server, self._run.server
+        if before is None:
+            group.start_soon(_blow, self._run, self._number, 0)
+            await client.prepare(self.id, ref, self._task, timeout_s=20)
+        else:
+            await client.resume(self.id, ref, self._task, seen=self._seen, timeout_s=20)
+        self._run.look()
+        if before not in {None, self._server}:
+            self._run.seen["went_on"] += 1
+            self._compare((await client.read(self.id, "log")).decode().split() if self._marks() else [])
+
+    def _marks(self) -> dict[str, int]:
+        """How often each call has run, as it left outside of the sandbox."""
+        folder = self._run.folder / "marks"
+        return {path.suffix[1:]: path.read_text().count("x") for path in folder.glob(f"{self._number}.*")}
+
+    def _compare(self, lines: list[str]) -> None:
+        """Its sandbox has what each call did, once."""
+        self._run.seen["effects_wrong"] += Counter(lines) != Counter(self._marks())
+
+    async def _goes_on(self, client: ToolServerClient, group: TaskGroup) -> None:
+        run = self._run
+        for turn in range(len(self._seen), _TURNS):
+            group.start_soon(_blow, run, self._number, turn + 1)
+            path = run.folder / "marks" / f"{self._number}.{turn}"
+            command = f"echo {turn} >>log; sleep {run.dice.uniform(0.0, 0.3):.3f}; echo done"
+            call = ToolCall("mark", json.dumps({"path": str(path), "command": command}))
+            await _call(run, client, self.id, CallId(str(turn)), call)
+            self._seen.append(str(turn))
+            moved = await client.move(self.id, run.dice.choice(_RUNGS))
+            run.seen[moved.rung.value] += 1
+            if moved.rung is SandboxRung.SNAPSHOTTED:
+                await anyio.sleep(run.dice.uniform(0.0, 1.0))
+        await client.reward(self.id, CallId("reward"), _EPISODE, timeout_s=10)
+        await client.release(self.id)
+        run.seen["completed"] += 1
 
 
 async def _call(
@@ -297,7 +350,7 @@ async def _settle(run: Torture) -> None:
 
 def _rows(folder: Path) -> int:
     """What the journal holds of programs, results, sandboxes and snapshots."""
-    tables = ("programs", "results", "sandboxes", "snapshots")
+    tables = ("programs", "results", "sandboxes", "snapshots", "rests")
     with closing(sqlite3.connect(folder / "state" / "journal.sqlite")) as connection:
         counts = (connection.execute(f"SELECT count(*) FROM {table}").fetchone() for table in tables)
         return sum(count for (count,) in counts)
@@ -316,10 +369,12 @@ def _tell_all(tell: Tell, run: Torture) -> None:
         "answered_later",
         "OutcomeUnknown",
         "snapshotted",
+        "went_on",
     ):
         tell(f"torture_{name.lower()}", run.seen[name], "times", None)
     tell("torture_calls", len(marks), "calls", None)
     tell("torture_ran_twice", sum(mark > 1 for mark in marks), "calls", "== 0")
+    tell("torture_effects_wrong", run.seen["effects_wrong"], "programs", "== 0")
     tell("torture_answers_changed", run.seen["answers_changed"], "calls", "== 0")
     tell("left_processes", len({*below, *strays}), "processes", "== 0")
     tell("left_mounts", Path("/proc/self/mounts").read_text().count(str(run.folder)), "mounts", "== 0")

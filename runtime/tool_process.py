@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,9 +84,12 @@ async def run_tool_server(
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             return f"the tool server ended ({how}); see {log}"
 
-        yield RunningToolServer(
-            word.url, orders.server.token, word.isolation, process.pid, ended, process.kill
-        )
+        def kill() -> None:
+            with suppress(ProcessLookupError):
+                process.kill()
+
+        token = orders.server.token
+        yield RunningToolServer(word.url, token, word.isolation, process.pid, ended, kill)
 
 
 @dataclass(frozen=True, slots=True)
