@@ -22,7 +22,7 @@ from sostenuto.records import Floats
 from sostenuto.trainer.aggregation import token_weights
 from sostenuto.trainer.algorithms import SFT, Algorithm
 from sostenuto.trainer.batching import MicroBatch, by_teacher, collate, plan
-from sostenuto.trainer.logprobs import token_hits, token_logprobs
+from sostenuto.trainer.logprobs import one_pass, token_hits, token_logprobs
 from sostenuto.trainer.losses import supervised
 from sostenuto.trainer.model import Policy
 from sostenuto.trainer.objective import PolicyObjective
@@ -70,6 +70,8 @@ class Learner:
                 f"routing_replay: {policy.architecture} has no routers that weigh experts by a softmax over "
                 "their logits; leave it out, or train a mixture-of-experts model that has"
             )
+        above = {"auto": settings.microbatch_tokens, "always": 0, "never": math.inf}
+        policy.recompute(above[settings.activation_checkpointing])
         seed_everything(seed)
         self.optimizer = Optimizer(policy.module, settings)
 
@@ -189,7 +191,8 @@ class Learner:
     def _move(self, batches: list[MicroBatch], objective: Objective, tally: Tally) -> tuple[float, str]:
         """Gradient norm, and why the weights did not move, if so."""
         for batch in batches:
-            loss = (objective(batch, tally) * as_tensor(batch.weights)).sum()
+            with one_pass():
+                loss = (objective(batch, tally) * as_tensor(batch.weights)).sum()
             tally.loss += float(loss.detach())
             if not math.isfinite(tally.loss):
                 self.optimizer.discard()

@@ -9,7 +9,8 @@ Suffixes: N = tokens of all sequences, M = the positions asked for.
 
 import inspect
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sostenuto.errors import ConfigError, RecordError, Unsupported
 from sostenuto.trainer import packing
+from sostenuto.trainer.head import Head
 from sostenuto.trainer.quantization import Format, compute_with, fake_quantize, quantized_weights
+from sostenuto.trainer.recomputation import Recomputation
 from sostenuto.trainer.routing import UNKNOWN, Routers, find_routers
 from sostenuto.trainer.tensors import split
 
@@ -49,6 +52,8 @@ class Policy:
     """Whether `features` runs sequences without padding."""
     routers: Routers | None = None
     """Of a mixture-of-experts model whose experts can be replayed."""
+    recomputation: Recomputation | None = None
+    """None: every layer keeps all that its backward pass needs."""
 
     @property
     def parameters(self) -> int:
@@ -89,8 +94,28 @@ class Policy:
         run = self._packed if self.packs else self._padded
         return run(token_ids, lengths, experts)[positions]
 
+    @property
+    def head(self) -> Head | None:
+        """What `logits` applies, where that is a matrix and nothing more."""
+        part = _head(self.module) if self.plain_head else None
+        if type(part) is not nn.Linear:
+            return None
+        return Head(part.weight, cast("Tensor | None", part.bias), self.tokenizer_size)
+
+    def recompute(self, above_tokens: float) -> None:
+        """From now on, keep only each layer's input in passes of more tokens.  ConfigError if it cannot."""
+        found = self.recomputation
+        if found is None or not found.layers:
+            if above_tokens < 1:
+                raise ConfigError(
+                    f"activation_checkpointing: transformers marks no layers of {self.architecture} for it; "
+                    "use auto or never"
+                )
+            return
+        found.above_tokens = above_tokens
+
     def _packed(self, token_ids: Tensor, lengths: tuple[int, ...], experts: Tensor | None) -> Tensor:
-        with self._replaying(experts):
+        with self._running(token_ids, experts):
             return _states(self._model, token_ids.unsqueeze(0), **_boundaries(lengths))[0]
 
     def _padded(self, token_ids: Tensor, lengths: tuple[int, ...], experts: Tensor | None) -> Tensor:
@@ -101,13 +126,21 @@ class Policy:
             experts = pad_sequence(
                 _sequences(experts, lengths), batch_first=True, padding_value=UNKNOWN
             ).flatten(0, 1)
-        with self._replaying(experts):
+        with self._running(rows, experts):
             return _states(self._model, rows)[real.to(rows.device)]
 
     @property
     def _model(self) -> nn.Module:
         """What `features` runs."""
         return _decoder(self.module) if self.plain_head else self.module
+
+    @contextmanager
+    def _running(self, token_ids: Tensor, experts: Tensor | None) -> Generator[None]:
+        recomputation = self.recomputation
+        replaying = partial(self._replaying, experts)
+        kept = recomputation.of_pass(token_ids.numel(), replaying) if recomputation else nullcontext()
+        with kept, replaying():
+            yield
 
     def _replaying(self, experts: Tensor | None) -> AbstractContextManager[None]:
         if experts is None:
@@ -137,7 +170,7 @@ def load_policy(directory: Path, dtype: str, quantization: Format | None = None)
             compute_with(weight, partial(fake_quantize, weight.tensor, quantization))
     plain = _has_plain_head(module)
     packs = _learns_to_pack(module)
-    return Policy(module, min(size, _rows(module)), plain, packs, find_routers(module))
+    return Policy(module, min(size, _rows(module)), plain, packs, find_routers(module), Recomputation(module))
 
 
 def load_reference(directory: Path, policy: Policy, dtype: str, *, role: str = "reference") -> Policy:

@@ -70,6 +70,12 @@ class LearnerSettings(Section):
     microbatch_tokens: int = Field(default=4096, gt=0)
     """Tokens that go through the model at once.  No effect on the gradient; bounds memory."""
 
+    activation_checkpointing: Literal["auto", "always", "never"] = "auto"
+    """Compute layers again in the backward pass instead of keeping what is inside of them.
+
+    auto: in passes above `microbatch_tokens`, which a sequence that is longer than that has for itself.
+    """
+
     quantization: Literal["int8", "fp8", "nvfp4"] | None = None
     """Compute with matrices as an engine of this quantization has them; what is published stays whole.
 
