@@ -24,6 +24,7 @@ from sostenuto.runtime.drive import Drive, Surroundings
 from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.engines.wire import Capabilities
 from sostenuto.runtime.fleet import Fleet, Trouble
+from sostenuto.runtime.fresh_turn import FreshTurn
 from sostenuto.runtime.place import Mail, Place
 from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.prompts import Prompts
@@ -139,7 +140,7 @@ class Dispatcher:
         the turn is on.
         """
         mail = Mail()
-        drive = Drive(spec, self.around, mail.take, spans)
+        drive = _drive(spec, self.around, mail, spans)
         if self._gave_up:
             return _failed(drive, EngineError(self._gave_up))
         with anyio.CancelScope() as scope:
@@ -370,8 +371,15 @@ def submitted_for(spec: ProgramSpec, lease_s: float) -> Submitted:
         group=spec.group_id,
         group_size=spec.group_size,
         trainable_until=spec.trainable_until,
-        sandbox=SandboxClaim(memory_bytes=spec.environment.memory_bytes),
+        sandbox=SandboxClaim(memory_bytes=0 if spec.history else spec.environment.memory_bytes),
+        has_environment=spec.history is None,
     )
+
+
+def _drive(spec: ProgramSpec, around: Surroundings, mail: Mail, spans: TurnSpans | None) -> Drive:
+    if spec.history is None:
+        return Drive(spec, around, mail.take, spans)
+    return FreshTurn(spec, spec.history, around, mail.take, spans)
 
 
 async def _finish(drive: Drive) -> Trajectory:

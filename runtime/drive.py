@@ -170,24 +170,24 @@ class Drive:
                 f"too many programs wait for an environment; submit it again in {grant.retry_after_s:.0f} s, "
                 "or raise scheduler.queue_limit"
             )
-        began_s = self._around.now_s()
-        self._needs_release = True
-        ready = await self._around.tools.prepare(
-            self.spec.id,
-            self.spec.environment,
-            self.spec.task,
-            seed=self.spec.environment_seed,
-            timeout_s=self._around.timeouts.prepare_s,
-        )
-        self._tools = {tool.name: tool for tool in ready.tools}
-        self._conversation.begin(ready.messages, ready.tools, at_s=self._around.now_s())
-        self._usage += Usage(environment_s=self._around.now_s() - began_s)
+        await self._begin()
         room = self._room()
         if room <= 0:
             raise self._prompt_too_long(f"{self._most_tokens()} tokens are allowed in all")
         self._prompt_tokens = len(self._conversation.token_ids)
         self._add_prompt()
         self._around.report(Prepared(self.spec.id, self._footprint(), room))
+
+    async def _begin(self) -> None:
+        began_s, spec = self._around.now_s(), self.spec
+        self._needs_release = True
+        ready = await self._around.tools.prepare(
+            spec.id, spec.environment, spec.task,
+            seed=spec.environment_seed, timeout_s=self._around.timeouts.prepare_s,
+        )  # fmt: skip
+        self._tools = {tool.name: tool for tool in ready.tools}
+        self._conversation.begin(ready.messages, ready.tools, at_s=self._around.now_s())
+        self._usage += Usage(environment_s=self._around.now_s() - began_s)
 
     async def _turn(self) -> StopReason | None:
         """Decode once and act on it; a reason when the program is over.

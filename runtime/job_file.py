@@ -27,6 +27,7 @@ from sostenuto.envs.task import Tasks
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig, Section, load_toml
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, Stragglers, WarmStart
+from sostenuto.runtime.jobs.prefixes import Prefixes
 from sostenuto.runtime.jobs.teacher import Teacher
 from sostenuto.runtime.models import resolve_model
 from sostenuto.trainer.algorithms import GRPO, AnyAlgorithm
@@ -107,6 +108,7 @@ class TrainFile(_JobFile):
     reference: str | None = None
     """As `model`; of the model that `algorithm.kl` is measured from."""
     teachers: tuple[Teacher, ...] = ()
+    prefixes: tuple[Prefixes, ...] = ()
     learner: LearnerSettings = LearnerSettings()
     warm_start: WarmStart | None = None
 

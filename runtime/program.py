@@ -1,10 +1,12 @@
 """What one program is started with, and what it needs of a tool server."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pydantic import JsonValue
 
+from sostenuto.runtime.rendering.renderer import Piece
 from sostenuto.tools.wire import EnvironmentRef, Moved, Prepared, Reward
 from sostenuto.types import (
     CallId,
@@ -47,6 +49,21 @@ class ToolServer(Protocol):
     async def release(self, program_id: ProgramId) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class History:
+    """What others did, up to where a turn of the policy begins."""
+
+    id: str
+    pieces: tuple[Piece, ...]
+    teacher: str = ""
+    """Who teaches the turn that continues it; empty: as its task says."""
+    task: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(piece.token_ids) for piece in self.pieces)
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
     """Everything that one program is started with."""
@@ -72,6 +89,8 @@ class ProgramSpec:
     """Record which experts of a mixture-of-experts model each token was routed to."""
     trainable_until: Version | None = None
     """The newest deployed version under which its record can still be trained; None: no such limit."""
+    history: History | None = None
+    """It continues this by one turn, without an environment and without a reward."""
 
     def __post_init__(self) -> None:
         if self.purpose is Purpose.TRAIN:

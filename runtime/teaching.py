@@ -27,7 +27,7 @@ from sostenuto.runtime.engines.wire import ScoreReply, ScoreRequest
 from sostenuto.runtime.jobs.job import RLJob, local_folder
 from sostenuto.runtime.jobs.teacher import Teacher, assigned
 from sostenuto.runtime.jobs.workshop import Premises
-from sostenuto.runtime.program import ProgramSpec
+from sostenuto.runtime.program import History, ProgramSpec
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rollouts import Runner
 from sostenuto.types import Outcome, OutcomeKind, Purpose, Version
@@ -42,8 +42,9 @@ _TOGETHER = 32
 class Lessons:
     """The teachers of one job, at work."""
 
-    def __init__(self, job: RLJob, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, job: RLJob, engines: Mapping[str, Engine], histories: Mapping[str, History]) -> None:
         self._teachers = job.teachers
+        self._histories = histories
         self._engines = engines
         self._top_logprobs = (job.algorithm.teaching and job.algorithm.teaching.top_k) or 0
         self._places = {
@@ -57,7 +58,7 @@ class Lessons:
 
     async def teach(self, spec: ProgramSpec, trajectory: Trajectory) -> Trajectory:
         """The record with its teacher's name, and with what that said where it is an engine."""
-        teacher = assigned(self._teachers, spec.environment.name, spec.task)
+        teacher = self._teacher_of(spec)
         engine = self._engines.get(teacher.name)
         named = replace(trajectory, teacher=teacher.name)
         if engine is None:
@@ -72,6 +73,13 @@ class Lessons:
             outcome = Outcome(OutcomeKind.FAILED, f"teacher {teacher.name}: {error}", error.blame)
             return replace(named, outcome=outcome)
         return replace(named, taught=tuple(taught))
+
+    def _teacher_of(self, spec: ProgramSpec) -> Teacher:
+        history = self._histories.get(spec.task_id)
+        if history is not None and history.teacher:
+            return next(teacher for teacher in self._teachers if teacher.name == history.teacher)
+        task = spec.task if history is None else history.task
+        return assigned(self._teachers, spec.environment.name, task)
 
     async def _score(
         self, engine: Engine, teacher: Teacher, sequence: Spans, temperature: float
@@ -106,14 +114,16 @@ class _Taught:
 
 
 @asynccontextmanager
-async def open_lessons(job: RLJob, premises: Premises) -> AsyncGenerator[Lessons]:
+async def open_lessons(
+    job: RLJob, premises: Premises, histories: Mapping[str, History]
+) -> AsyncGenerator[Lessons]:
     """Open the teachers that are engines; ConfigError or EngineError when one cannot teach this job."""
     async with AsyncExitStack() as stack:
         engines: dict[str, Engine] = {}
         for teacher in job.teachers:
             if teacher.place == "engine":
                 engines[teacher.name] = await stack.enter_async_context(_engine_of(teacher, job, premises))
-        yield Lessons(job, engines)
+        yield Lessons(job, engines, histories)
 
 
 @asynccontextmanager

@@ -1,10 +1,12 @@
 """What a job will tell of itself: its steps as they end, and the result."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from sostenuto.records import Trajectory
 from sostenuto.runtime.jobs.events import Evaluated, JobResult, StepTrained, TimeSplit
 from sostenuto.runtime.jobs.supply import Batch
 from sostenuto.runtime.ledger import LedgerStatistics
@@ -48,7 +50,7 @@ def step_trained(
         step=step,
         steps=steps,
         version=version,
-        reward=float(np.mean([member.reward or 0.0 for member in members])),
+        reward=_mean_reward(members),
         groups=len(batch.groups),
         skipped=len(batch.skipped),
         staleness_mean=float(np.mean(staleness)),
@@ -60,6 +62,12 @@ def step_trained(
         publish_s=clock.published_s - clock.learnt_s,
         pause_s=clock.pause_s,
     )
+
+
+def _mean_reward(members: list[Trajectory]) -> float:
+    """Over those that have one; NaN when none has."""
+    rewards = [member.reward for member in members if member.reward is not None]
+    return float(np.mean(rewards)) if rewards else math.nan
 
 
 @dataclass(slots=True)

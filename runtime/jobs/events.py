@@ -61,7 +61,7 @@ class StepTrained:
     steps: int
     version: Version
     reward: float
-    """Mean over the batch's programs."""
+    """Mean over the batch's programs that have one; NaN: none has."""
     groups: int
     """That were learnt from."""
     skipped: int

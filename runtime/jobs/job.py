@@ -12,6 +12,7 @@ from sostenuto.envs.environment import Environment
 from sostenuto.envs.registry import environment_ref
 from sostenuto.envs.task import Draw, Tasks
 from sostenuto.errors import ConfigError
+from sostenuto.runtime.jobs.prefixes import Prefixes, check_prefixes
 from sostenuto.runtime.jobs.teacher import Teacher, check_teachers
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.trainer.algorithms import GRPO, Algorithm
@@ -130,6 +131,8 @@ class RLJob(_Job):
     """Folder of the model that `algorithm.kl` is measured from; None: the model as it begins."""
     teachers: tuple[Teacher, ...] = ()
     """Who says what is better, of a method with `teaching`."""
+    prefixes: tuple[Prefixes, ...] = ()
+    """Histories that the student continues by one turn each, beside its own whole rollouts."""
     warm_start: WarmStart | None = None
     groups_per_step: int = 8
     max_staleness: int = 1
@@ -160,6 +163,7 @@ class RLJob(_Job):
         if self.reference is not None and self.algorithm.kl is None:
             raise ConfigError("reference: nothing is compared with it; give algorithm.kl, or leave it out")
         check_teachers(self.teachers, self.algorithm, self.env.__name__, self.tasks)
+        check_prefixes(self.prefixes, self.teachers)
 
     def reference_folder(self) -> Path | None:
         """None when nothing is compared with a reference.  ConfigError when it is no folder here."""

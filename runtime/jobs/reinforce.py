@@ -4,14 +4,17 @@ Generation and learning run side by side; with `max_staleness = 0` the same code
 no group may start while one is open, ready or being learnt from.
 """
 
+from dataclasses import replace
+
 import anyio
 
 from sostenuto.errors import lone_error
+from sostenuto.runtime.jobs.continuing import open_continuations
 from sostenuto.runtime.jobs.crediting import credited
 from sostenuto.runtime.jobs.diary import Diary, StepClock, step_trained
 from sostenuto.runtime.jobs.evaluate import Evaluation
 from sostenuto.runtime.jobs.events import JobResult, JobStarted, Saved
-from sostenuto.runtime.jobs.job import RLJob
+from sostenuto.runtime.jobs.job import RLJob, TaskSource
 from sostenuto.runtime.jobs.plan import plan_of
 from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.jobs.warm_start import warm_start
@@ -26,16 +29,17 @@ JOB_OVER = "job_over"
 async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
     """Run the whole job: warm start, evaluation, steps, evaluation, checkpoint."""
     folder, diary = job.model_folder(), Diary(anyio.current_time())
+    continuations = await open_continuations(job)
     with lone_error():
         async with (
             TrainerClient(threads=premises.config.trainer.threads) as trainer,
-            open_lessons(job, premises) as lessons,
+            open_lessons(job, premises, continuations.histories) as lessons,
             open_workshop(
                 premises,
                 job,
                 keep_kv=job.kv_at_update == "keep",
                 of_agents=job.is_agent,
-                around=lambda runner, _: lessons.around(runner),
+                around=lambda runner, dispatcher: lessons.around(continuations.around(runner, dispatcher)),
             ) as shop,
         ):
             version = shop.dispatcher.version
@@ -54,7 +58,7 @@ async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
                 await warm_start(job, trainer, shop.renderer, say)
                 await _publish(shop, trainer, step=0)
             await _evaluate_if_asked(job, shop, diary, say, step=0)
-            await _train(job, shop, trainer, diary, say)
+            await _train(job, continuations.source, shop, trainer, diary, say)
             await _save(premises, trainer, diary, say, job.steps, shop.dispatcher.version)
             return diary.result(
                 job.name,
@@ -65,8 +69,12 @@ async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
             )
 
 
-async def _train(job: RLJob, shop: Workshop, trainer: TrainerClient, diary: Diary, say: Say) -> None:
-    supply = GroupSupply(plan_of(job), shop.rollouts, lambda: shop.dispatcher.version, say)
+async def _train(
+    job: RLJob, source: TaskSource, shop: Workshop, trainer: TrainerClient, diary: Diary, say: Say
+) -> None:
+    supply = GroupSupply(
+        replace(plan_of(job), source=source), shop.rollouts, lambda: shop.dispatcher.version, say
+    )
     try:
         async with anyio.create_task_group() as generation:
             generation.start_soon(supply.generate)

@@ -1,10 +1,11 @@
 """The record of one program in the making: its messages, and its context as token ids (`tape.py`)."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from sostenuto.records import Experts, Sequence
 from sostenuto.runtime.engines.wire import FinishReason, GenerateReply
-from sostenuto.runtime.rendering.renderer import Renderer, Turn
+from sostenuto.runtime.rendering.renderer import Piece, Renderer, Turn
 from sostenuto.runtime.rendering.tape import Tape
 from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import Message
@@ -78,6 +79,10 @@ class Conversation:
         if self._settled:
             raise ValueError("this conversation has begun already")
         self.rewrite(messages, tools, at_s=at_s)
+
+    def go_on(self, pieces: Iterable[Piece], *, at_s: float = 0.0) -> None:
+        """Begin with the tokens of somebody else's history, up to where a turn begins."""
+        self._tape.feed(pieces, at_s=at_s)
 
     def rewrite(
         self, messages: tuple[Message, ...], tools: tuple[ToolSchema, ...] = (), *, at_s: float = 0.0

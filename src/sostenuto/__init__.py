@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sostenuto.runtime.jobs.job import RLJob as RLJob
     from sostenuto.runtime.jobs.job import RolloutJob as RolloutJob
     from sostenuto.runtime.jobs.job import WarmStart as WarmStart
+    from sostenuto.runtime.jobs.prefixes import Prefixes as Prefixes
     from sostenuto.runtime.jobs.serve import ServeJob as ServeJob
     from sostenuto.runtime.jobs.teacher import Teacher as Teacher
     from sostenuto.runtime.runtime import Runtime as Runtime
@@ -103,6 +104,7 @@ _HOME = {
     "StopReason": "types",
     "TIS": "trainer.parts",
     "OPD": "trainer.algorithms",
+    "Prefixes": "runtime.jobs.prefixes",
     "Teacher": "runtime.jobs.teacher",
     "Teaching": "trainer.parts",
     "Tasks": "envs.task",
@@ -143,6 +145,7 @@ __all__ = [
     "Limits",
     "McpServer",
     "Message",
+    "Prefixes",
     "RLJob",
     "Registry",
     "Reinforce",
