@@ -5,9 +5,11 @@ always the beginning of what the whole turn says; where a turn turns out otherwi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from sostenuto.runtime.rendering.calls import FormsCalls
 from sostenuto.runtime.rendering.renderer import Renderer, Turn
+from sostenuto.runtime.rendering.spelled import PYTHON_TAG
 from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import Message
 
@@ -47,6 +49,8 @@ class Unfolding:
         self._stops = stops
         self._now_s = now_s
         self._read_s = float("-inf")
+        self._call_begins = _unmarked(renderer) if tools else ""
+        """What a text that is a call begins with, in a format without a mark for them."""
         self._token_ids: list[int] = []
         self._reasoning = ""
         self._content = ""
@@ -58,6 +62,8 @@ class Unfolding:
             return Delta()
         self._read_s = self._now_s()
         turn = self._renderer.parse(self._token_ids, finished=False, tools=self._tools)
+        if self._call_begins:
+            turn = replace(turn, message=_before_call(turn.message, self._call_begins))
         return self._told(_certain(turn, self._stops))
 
     def end(self, turn: Turn) -> Delta:
@@ -69,6 +75,17 @@ class Unfolding:
         self._reasoning += delta.reasoning
         self._content += delta.content
         return delta
+
+
+def _unmarked(renderer: Renderer) -> str:
+    form = renderer.call_form if isinstance(renderer, FormsCalls) else None
+    return form.begin.lstrip()[:1] if form is not None and not form.trigger else ""
+
+
+def _before_call(message: Message, begins: str) -> Message:
+    """Without what may be a call as a whole."""
+    content = message.content.partition(PYTHON_TAG)[0]
+    return replace(message, content="" if content.startswith(begins) else content)
 
 
 def _rest(text: str, told: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 from sostenuto.errors import ConfigError
 from sostenuto.records import Producer
-from sostenuto.runtime.rendering import hermes
+from sostenuto.runtime.rendering import hermes, spelled
 from sostenuto.runtime.rendering.calls import CallForm, read_form
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.hiding import hide_message, hide_tool, texts_of
@@ -128,10 +128,24 @@ class LibraryRenderer:
             # The library's parsers meet whatever a policy samples; the turn is then plain text.
             text = self._vocabulary.decode(token_ids)
             return Turn(Message("assistant", text), f"The turn could not be read: {exc}")
-        problem = _problem(response, finished=finished)
-        calls = () if problem else tuple(_call(attempt) for attempt in response.tool_calls)
         content, reasoning = str(response.content).strip(), str(response.reasoning_content or "").strip()
+        read = [_call(attempt, tools) for attempt in response.tool_calls]
+        problem = _problem(response, read, finished=finished)
+        calls = () if problem else tuple(call for call in read if call is not None)
+        if tools and not (problem or calls) and (tagged := spelled.python_tagged(content)) is not None:
+            content, calls = tagged[0], tagged[1:]
+        if problem and (again := self._read_as_text(token_ids, reasoning)) is not None:
+            return again
         return Turn(Message("assistant", content, calls, reasoning), problem)
+
+    def _read_as_text(self, token_ids: Sequence[int], reasoning: str) -> Turn | None:
+        """A turn of Hermes' form, in which a mark inside of an argument is text; the library cuts there."""
+        body = [token for token in token_ids if token not in self.stop_token_ids]
+        text = self._vocabulary.decode(body)
+        read = hermes.read(text.rpartition(hermes.THINK_CLOSE)[2])
+        if read.problem or not read.calls:
+            return None
+        return Turn(Message("assistant", read.content, read.calls, reasoning))
 
     def extend(
         self,
@@ -297,18 +311,25 @@ def _told_call(call: ToolCall, index: int) -> dict[str, Any]:
     return {"type": "function", "id": f"functions.{call.name}:{index}", "function": function}
 
 
-def _call(attempt: Any) -> ToolCall:  # noqa: ANN401 - the library's ParsedToolCall
-    arguments = attempt.arguments
-    text = arguments if isinstance(arguments, str) else hermes.written(arguments or {}, attempt.raw)
+def _call(attempt: Any, tools: Sequence[ToolSchema]) -> ToolCall | None:  # noqa: ANN401 - the library's
+    """None: it is malformed."""
+    arguments, raw = attempt.arguments, str(attempt.raw or "")
+    if attempt.status not in ({"ok", "invalid_json"} if spelled.is_spelled(raw) else {"ok"}):
+        return None
+    if spelled.is_spelled(raw):
+        arguments = spelled.reread(raw, tools, arguments)
+        if arguments is None:
+            return None
+    text = arguments if isinstance(arguments, str) else hermes.written(arguments or {}, raw)
     return ToolCall(str(attempt.name), text)
 
 
-def _problem(response: Any, *, finished: bool) -> str | None:  # noqa: ANN401 - the library's ParsedResponse
-    bad = [(index, call) for index, call in enumerate(response.tool_calls, 1) if call.status != "ok"]
+def _problem(response: Any, read: Sequence[ToolCall | None], *, finished: bool) -> str | None:  # noqa: ANN401 - the library's
+    bad = [(index, response.tool_calls[index]) for index, call in enumerate(read) if call is None]
     if bad:
         index, call = bad[0]
-        reason = str(call.status).replace("_", " ")
-        return f"Tool call {index} is malformed ({reason}): {call.raw[:200]}"
+        reason = "arguments that are not whole" if call.status == "ok" else str(call.status).replace("_", " ")
+        return f"Tool call {index + 1} is malformed ({reason}): {call.raw[:200]}"
     if finished and response.reasoning_complete is False:
         return "The turn ended inside its reasoning: close the reasoning before the answer."
     return None
