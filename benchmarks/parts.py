@@ -10,6 +10,7 @@ from benchmarks.telling import Telling
 
 PARTS = {
     "engines": ("decode", "memory", "exactness", "fleet", "adapters", "speculation"),
+    "learning": ("methods",),
     "gateway": ("cost", "pressure", "fuzz", "schema", "clients"),
 }
 

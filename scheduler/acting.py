@@ -5,6 +5,7 @@ sorted stays sorted; programs are in buckets of one tool and one octave of age, 
 """
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -14,6 +15,9 @@ from sostenuto.types import ProgramId
 
 _RANKED_FOR_S = 0.5
 """A ranking holds so long; who begins to act meanwhile is the last that one would ask."""
+
+_Bucket = OrderedDict[ProgramId, Program]
+"""In the order of entry.  Not a dict, which passes over the gaps of those who left to find its first."""
 
 Candidate = tuple[float, Program]
 """(returns per second, program)."""
@@ -38,9 +42,9 @@ class ActingByTool:
 
     def __init__(self, times: ToolTimes) -> None:
         self._times = times
-        self._buckets: dict[str, list[dict[ProgramId, Program]]] = {}
-        self._where: dict[ProgramId, dict[ProgramId, Program]] = {}
-        self._ranked: list[tuple[float, int, dict[ProgramId, Program]]] = []
+        self._buckets: dict[str, list[_Bucket]] = {}
+        self._where: dict[ProgramId, _Bucket] = {}
+        self._ranked: list[tuple[float, int, _Bucket]] = []
         self._ranked_s = -_RANKED_FOR_S
 
     def __len__(self) -> int:
@@ -50,7 +54,7 @@ class ActingByTool:
         del now_s
         octaves = self._buckets.get(program.tool)
         if octaves is None:
-            octaves = self._buckets[program.tool] = [{} for _ in range(OCTAVES)]
+            octaves = self._buckets[program.tool] = [_Bucket() for _ in range(OCTAVES)]
         self._put(program, octaves[0])
 
     def discard(self, program: Program) -> None:
@@ -67,7 +71,7 @@ class ActingByTool:
 
     def _rank(self, now_s: float) -> None:
         self._ranked_s = now_s
-        ranked: list[tuple[float, int, dict[ProgramId, Program]]] = []
+        ranked: list[tuple[float, int, _Bucket]] = []
         for tool, octaves in self._buckets.items():
             self._grow_older(octaves, now_s)
             for octave, bucket in enumerate(octaves):
@@ -76,7 +80,7 @@ class ActingByTool:
         ranked.sort()
         self._ranked = ranked
 
-    def _grow_older(self, octaves: list[dict[ProgramId, Program]], now_s: float) -> None:
+    def _grow_older(self, octaves: list[_Bucket], now_s: float) -> None:
         # Buckets are in the order of entry, so the oldest of each comes first.
         for octave in range(OCTAVES - 1):
             bucket = octaves[octave]
@@ -88,7 +92,7 @@ class ActingByTool:
                 del bucket[program.id]
                 self._put(program, octaves[octave_of(age_s)])
 
-    def _put(self, program: Program, bucket: dict[ProgramId, Program]) -> None:
+    def _put(self, program: Program, bucket: _Bucket) -> None:
         bucket[program.id] = program
         self._where[program.id] = bucket
 

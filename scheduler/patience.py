@@ -9,6 +9,7 @@ is due: an engine is kept clear for it, nothing else starts there, and KV is tak
 one turn there; what decodes when the engine is claimed ends its turn first.
 """
 
+from collections import OrderedDict
 from itertools import islice
 from math import ceil
 
@@ -20,7 +21,8 @@ class Patience:
     """Everybody who is runnable, longest waiting first."""
 
     def __init__(self) -> None:
-        self._runnable: dict[ProgramId, Program] = {}
+        # Asked for its first again and again while others leave: a dict would pass over the gaps each time.
+        self._runnable = OrderedDict[ProgramId, Program]()
         self._ahead: dict[ProgramId, int] = {}
         self.longest_turn_s = 0.0
         self.longest_bound_s = 0.0

@@ -1,5 +1,6 @@
 """One engine as the scheduler sees it, and what room on it costs."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -55,7 +56,7 @@ class Seat(EngineSeat):
     """Whether a program can give up the end of its KV and keep the rest."""
     window: Window | None = None
     """The budget that was found, where the engine does not say how large its pool is."""
-    offloaded: dict[ProgramId, Program] = field(default_factory=dict[ProgramId, Program])
+    offloaded: OrderedDict[ProgramId, Program] = field(default_factory=OrderedDict[ProgramId, Program])
     """Who has KV in the lower tier, longest there first."""
     host_tokens_s: float = 0.0
     is_changed: bool = True

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -50,7 +50,8 @@ async def quickstart(
             began_s = anyio.current_time()
             folder, checked = await warm_model(runtime.directory.path / "models", recipe, seed, say)
             warm_s = anyio.current_time() - began_s
-            job = await runtime.submit(_job(folder, recipe, seed, shuffle_rewards=shuffle_rewards))
+            asked = quickstart_job(folder, recipe, seed)
+            job = await runtime.submit(replace(asked, shuffle_rewards=shuffle_rewards))
             async for event in job.events():
                 say(event)
             return QuickstartResult(checked, warm_s, await job.result())
@@ -91,7 +92,8 @@ def _write(folder: Path, shape: ModelShape, seed: int) -> None:
     write_folder(folder, train_tokenizer(tokenizer_material(seed)), shape)
 
 
-def _job(folder: Path, recipe: Recipe, seed: int, *, shuffle_rewards: bool) -> RLJob:
+def quickstart_job(folder: Path, recipe: Recipe, seed: int) -> RLJob:
+    """What is taught by reward, from a warm-started model."""
     plan = recipe.reinforcing
     # Far more worlds than a run can use, so none comes twice.
     worlds = plan.steps * plan.groups * 4
@@ -108,5 +110,4 @@ def _job(folder: Path, recipe: Recipe, seed: int, *, shuffle_rewards: bool) -> R
         algorithm=plan.algorithm,
         learner=LearnerSettings(schedule=plan.schedule),
         seed=seed,
-        shuffle_rewards=shuffle_rewards,
     )

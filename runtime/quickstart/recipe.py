@@ -6,7 +6,7 @@ measured, never by time: a student that does not copy what a tool said cannot be
 
 from pydantic import Field
 
-from sostenuto.trainer.algorithms import GRPO
+from sostenuto.trainer.algorithms import GRPO, AnyAlgorithm
 from sostenuto.trainer.settings import Schedule, Section
 from sostenuto.types import Limits
 
@@ -73,12 +73,12 @@ class Demonstrating(Section):
 
 
 class Reinforcing(Section):
-    """Asynchronous GRPO."""
+    """Asynchronous, by GRPO where nothing else is said."""
 
     steps: int = Field(default=60, gt=0)
     groups: int = Field(default=8, gt=0)
     """In one step."""
-    algorithm: GRPO = GRPO(group_size=8)
+    algorithm: AnyAlgorithm = GRPO(group_size=8)
     schedule: Schedule = Schedule(
         learning_rate=3e-4, final_learning_rate=5e-5, shape="linear", warmup_steps=5, total_steps=60
     )
