@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from sostenuto.records import Producer, Span, Trajectory, VersionSpan
 from sostenuto.trainer.learner import Learner
-from sostenuto.trainer.model import load_policy
+from sostenuto.trainer.model import open_policy
 from sostenuto.trainer.samples import Sample
 from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.trainer.tensors import seed_everything
@@ -68,7 +68,7 @@ def write_bigram(folder: Path, table: dict[int, dict[int, float]], *, size: int)
 
 def learner(folder: Path, *, seed: int = 0, **settings: object) -> Learner:
     chosen = LearnerSettings.model_validate(settings)
-    return Learner(load_policy(folder, chosen.dtype), chosen, seed=seed, version=V0)
+    return Learner(open_policy(folder, chosen, seed=seed), chosen, seed=seed, version=V0)
 
 
 def random_samples(count: int, *, seed: int = 0, texts: int = 20, longest: int = 14) -> list[Sample]:

@@ -3,6 +3,7 @@
     config.json, model.safetensors      as transformers writes them
     tokenizer and template files        copied from the folder the model came from
     trainer.safetensors, trainer.json   moments, master weights, random state; step, version, schedule
+    adapter/                            with LoRA: the small matrices, in PEFT's format
     draft/                              where a draft model learns along: its folder, without its moments
 
 A folder appears under its name complete, or not at all.
@@ -20,6 +21,7 @@ from torch import Tensor
 from sostenuto.errors import ConfigError, TrainerError
 from sostenuto.trainer.drafter import Drafter
 from sostenuto.trainer.learner import Learner
+from sostenuto.trainer.lora import FOLDER
 from sostenuto.trainer.model import load_policy
 from sostenuto.trainer.retention import checkpoint_path, replacing, retain
 from sostenuto.trainer.settings import Schedule
@@ -41,6 +43,8 @@ def save_checkpoint(
         with replacing(path) as part:
             _copy_companions(source, part)
             learner.policy.save(part)
+            if learner.policy.adapter is not None:
+                learner.policy.adapter.save(part / FOLDER)
             save_tensors(_tensors(learner), part / _TENSORS)
             (part / _STATE).write_text(json.dumps(_state(learner, version), indent=1))
             if drafter is not None:
@@ -62,7 +66,7 @@ def restore_checkpoint(learner: Learner, path: Path, *, drafter: Drafter | None 
     if not (path / _STATE).is_file():
         raise ConfigError(f"checkpoint {path}: no {_STATE}; name a folder that `save` has written")
     state = cast("dict[str, Any]", json.loads((path / _STATE).read_text()))
-    _load_weights(learner, path)
+    _load_weights(learner, path, state)
     if drafter is not None and (path / _DRAFT).is_dir():
         drafter.restore(path / _DRAFT, learner.settings.dtype)
     tensors = load_tensors(path / _TENSORS)
@@ -84,6 +88,7 @@ def _state(learner: Learner, version: Version) -> dict[str, Any]:
         "seed": learner.seed,
         "schedule": learner.optimizer.schedule.model_dump(mode="json"),
         "schedule_steps": learner.optimizer.steps,
+        "base": None if learner.policy.adapter is None else learner.policy.adapter.base,
     }
 
 
@@ -91,7 +96,16 @@ def _tensors(learner: Learner) -> dict[str, Tensor]:
     return {**learner.optimizer.tensors(), _RANDOM: torch.get_rng_state()}
 
 
-def _load_weights(learner: Learner, path: Path) -> None:
+def _load_weights(learner: Learner, path: Path, state: dict[str, Any]) -> None:
+    adapter = learner.policy.adapter
+    if adapter is not None:
+        if state.get("base") != adapter.base:
+            raise ConfigError(
+                f"checkpoint {path}: it was saved beside other frozen weights; open the trainer with the "
+                "folder that its run began with"
+            )
+        adapter.load(path / FOLDER)
+        return
     # Through transformers, which may keep weights in memory otherwise than on disk.
     saved = load_policy(path, learner.settings.dtype)
     try:

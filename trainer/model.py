@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -26,9 +26,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sostenuto.errors import ConfigError, RecordError, Unsupported
 from sostenuto.trainer import packing
 from sostenuto.trainer.head import Head
+from sostenuto.trainer.lora import Adapter
 from sostenuto.trainer.quantization import Format, compute_with, fake_quantize, quantized_weights
 from sostenuto.trainer.recomputation import Recomputation
 from sostenuto.trainer.routing import UNKNOWN, Routers, find_routers
+from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.trainer.tensors import split
 
 _PROBE_TOKENS = 8
@@ -54,6 +56,8 @@ class Policy:
     """Of a mixture-of-experts model whose experts can be replayed."""
     recomputation: Recomputation | None = None
     """None: every layer keeps all that its backward pass needs."""
+    adapter: Adapter | None = None
+    """What learns in place of all weights."""
 
     @property
     def parameters(self) -> int:
@@ -77,7 +81,11 @@ class Policy:
 
     def save(self, directory: Path) -> None:
         """Write config.json and safetensors as transformers does."""
-        cast("Any", self.module).save_pretrained(str(directory))
+        cast("Any", self.module).save_pretrained(str(directory), state_dict=self.state())
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights by the names of the architecture, with what an adapter adds."""
+        return self.adapter.merged() if self.adapter else self.module.state_dict()
 
     def features(
         self,
@@ -171,6 +179,14 @@ def load_policy(directory: Path, dtype: str, quantization: Format | None = None)
     plain = _has_plain_head(module)
     packs = _learns_to_pack(module)
     return Policy(module, min(size, _rows(module)), plain, packs, find_routers(module), Recomputation(module))
+
+
+def open_policy(directory: Path, settings: LearnerSettings, *, seed: int) -> Policy:
+    """What learns under `settings`.  `seed`: of the small matrices of LoRA."""
+    policy = load_policy(directory, settings.dtype, settings.quantization)
+    if settings.lora is None:
+        return policy
+    return replace(policy, adapter=Adapter(policy.module, settings.lora, seed))
 
 
 def load_reference(directory: Path, policy: Policy, dtype: str, *, role: str = "reference") -> Policy:

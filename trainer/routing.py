@@ -71,14 +71,15 @@ class Routers:
 
 def find_routers(module: nn.Module) -> Routers | None:
     """The routers of `module`; None where it has none, or weighs experts by a rule that is not known here."""
-    found = [part for part in module.modules() if _looks_like_router(part)]
+    found = [part for part in module.modules() if looks_like_router(part)]
     if not found or not all(map(_follows_the_rule, found)):
         return None
     alike = {(cast("Any", router).top_k, cast("Any", router).num_experts) for router in found}
     return Routers(found) if len(alike) == 1 else None
 
 
-def _looks_like_router(part: nn.Module) -> bool:
+def looks_like_router(part: nn.Module) -> bool:
+    """Whether it chooses experts."""
     weight = getattr(part, "weight", None)
     return (
         isinstance(getattr(part, "top_k", None), int)

@@ -11,7 +11,7 @@ from sostenuto.trainer.algorithms import SFT, Algorithm, AnyAlgorithm
 from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint, weight_bytes
 from sostenuto.trainer.drafter import Drafter, open_drafter
 from sostenuto.trainer.learner import Learner
-from sostenuto.trainer.model import load_policy, load_reference
+from sostenuto.trainer.model import load_reference, open_policy
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.trainer.publication.sender import Sender, unique_tensors
 from sostenuto.trainer.reports import Exactness, StepReport, TrainerFacts
@@ -76,7 +76,7 @@ class Session:
     def _open(self, command: Open) -> TrainerFacts:
         settings = LearnerSettings.model_validate_json(command.settings)
         self._source = Path(command.model_directory)
-        policy = load_policy(self._source, settings.dtype, settings.quantization)
+        policy = open_policy(self._source, settings, seed=command.seed)
         # Before the learner, which seeds what is drawn at random.
         self._drafter = open_drafter(command.draft_directory, policy, settings)
         folder = command.reference_directory
@@ -139,7 +139,7 @@ class Session:
         if self._sender is None:
             raise TrainerError("the trainer has no model yet; call open first")
         learner.check_name(command.version)
-        tensors = unique_tensors(learner.policy.module.state_dict())
+        tensors = unique_tensors(learner.policy.state())
         if self._drafter:
             both = [*tensors, *self._drafter.named()]
             manifest = self._sender.publish(command.version, both, selector="all")

@@ -47,6 +47,21 @@ class Schedule(Section):
         return self
 
 
+class LoraSettings(Section):
+    """Learn small matrices beside linear layers that stay as they are.  Needs `sostenuto[lora]`."""
+
+    rank: int = Field(default=16, gt=0)
+
+    alpha: float = Field(default=32.0, gt=0)
+    """What is learnt counts alpha / rank times."""
+
+    dropout: Literal[0] = 0
+    """None: a log-probability would be another than the engine's."""
+
+    targets: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Names of linear layers, such as q_proj; None: all but the output layer and routers."""
+
+
 class LearnerSettings(Section):
     """How the trainer's model is kept and moved, whatever the loss."""
 
@@ -69,6 +84,9 @@ class LearnerSettings(Section):
 
     microbatch_tokens: int = Field(default=4096, gt=0)
     """Tokens that go through the model at once.  No effect on the gradient; bounds memory."""
+
+    lora: LoraSettings | None = None
+    """None: all weights learn."""
 
     activation_checkpointing: Literal["auto", "always", "never"] = "auto"
     """Compute layers again in the backward pass instead of keeping what is inside of them.
@@ -104,4 +122,13 @@ class LearnerSettings(Section):
     def _betas_are_shares(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas: each must be in [0, 1), not {self.betas}")
+        return self
+
+    @model_validator(mode="after")
+    def _lora_is_whole(self) -> Self:
+        if self.lora is not None and self.quantization is not None:
+            raise ValueError(
+                "lora: an engine quantizes the merged weights, which training would not compute with; leave "
+                "lora or quantization out, or quantize the engine alone and correct for it"
+            )
         return self
