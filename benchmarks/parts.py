@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.telling import Telling
+from benchmarks.telling import Telling, end_in_order
 
 PARTS = {
     "engines": ("decode", "memory", "exactness", "fleet", "adapters", "speculation"),
@@ -18,6 +18,7 @@ PARTS = {
 def measure_parts(family: str) -> None:
     """Measure what was asked for; exit status 1 when a figure misses its target."""
     asked = _arguments(family)
+    end_in_order()
     results = Path(__file__).parent / "results" / f"{family}.jsonl"
     tell = Telling(None if asked.quick else results)
     for part in asked.only or PARTS[family]:

@@ -29,7 +29,7 @@ from benchmarks.engine_suites import make_model as make_job_model
 from benchmarks.figure import Tell
 from benchmarks.sglang_environment import sglang_python
 from benchmarks.sglang_server import make_model, serve
-from benchmarks.telling import Telling
+from benchmarks.telling import Telling, end_in_order
 from sostenuto.runtime.engines.folder import WeightFolders
 from sostenuto.runtime.engines.sglang.engine import SGLangEngine
 from sostenuto.runtime.engines.sglang.transports import Disk
@@ -60,6 +60,7 @@ class Measured:
 
 
 def main() -> None:
+    end_in_order()
     python, telling = sglang_python(), Telling(None)
 
     def tell(name: str, value: float, unit: str, target: str | None = None) -> None:

@@ -1,5 +1,6 @@
 """What a command that measures prints, keeps and ends with."""
 
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -26,3 +27,8 @@ class Telling:
         for figure in missed:
             print(f"# missed: {figure.name} is {figure.value:g}, not {figure.target}", file=sys.stderr)
         sys.exit(1 if missed else 0)
+
+
+def end_in_order() -> None:
+    """Let SIGTERM unwind what runs: the engines that were started are ended with it."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))

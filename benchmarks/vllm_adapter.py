@@ -18,6 +18,7 @@ import anyio.to_thread
 
 from benchmarks.engine_suites import CONTEXT_TOKENS, SLOW, job_passes, make_model, passes
 from benchmarks.figure import Figure
+from benchmarks.telling import end_in_order
 from benchmarks.vllm_environment import vllm_command
 from benchmarks.vllm_server import serve
 
@@ -30,6 +31,7 @@ _CONTRACT = "tests/test_vllm_adapter.py"
 
 
 def main() -> None:
+    end_in_order()
     vllm = vllm_command()
     with tempfile.TemporaryDirectory() as folder:
         failed = asyncio.run(_measure(vllm, Path(folder)))

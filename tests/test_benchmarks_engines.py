@@ -1,9 +1,14 @@
 """What the engines' benchmarks compare is the same on both sides."""
 
+import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anyio
 import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
 from benchmarks.engines_adapters import PROMPT_TOKENS, SAMPLED_TOKENS, standing
 
 
@@ -23,3 +28,32 @@ async def test_the_raw_client_sends_what_the_adapter_sends(kind: str, prompt: st
     )
     assert len(raw[prompt]) == PROMPT_TOKENS
     assert raw["sampling_params"][limit] == SAMPLED_TOKENS
+
+
+_UNWINDS = """
+import anyio
+from benchmarks.telling import end_in_order
+
+async def wait():
+    try:
+        print("ready", flush=True)
+        await anyio.sleep_forever()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(0)
+            print("ended", flush=True)
+
+end_in_order()
+anyio.run(wait)
+"""
+
+
+async def test_a_measurement_that_is_told_to_end_ends_what_it_has_started():
+    command, root = [sys.executable, "-c", _UNWINDS], Path(__file__).parent.parent
+    async with await anyio.open_process(command, cwd=root, stderr=None) as process:
+        assert process.stdout is not None
+        said = BufferedByteReceiveStream(process.stdout)
+        assert await said.receive_until(b"\n", 16) == b"ready"
+        process.send_signal(signal.SIGTERM)
+        assert await said.receive_until(b"\n", 16) == b"ended"
+        assert await process.wait() == 128 + signal.SIGTERM
