@@ -109,6 +109,8 @@ class TrainFile(_JobFile):
     """As `model`; of the model that `algorithm.kl` is measured from."""
     teachers: tuple[Teacher, ...] = ()
     prefixes: tuple[Prefixes, ...] = ()
+    critic: str | None = None
+    """As `model`; of the model that a critic of kind "model" begins as."""
     learner: LearnerSettings = LearnerSettings()
     warm_start: WarmStart | None = None
 
@@ -129,12 +131,14 @@ class TrainFile(_JobFile):
             "model",
             "reference",
             "teachers",
+            "critic",
         }
         return RLJob(
             env=environment,
             model=await resolve_model(self.model),
             reference=None if self.reference is None else await resolve_model(self.reference),
             teachers=tuple([replace(t, model=await resolve_model(str(t.model))) for t in self.teachers]),
+            critic=None if self.critic is None else await resolve_model(self.critic),
             tasks=self.tasks.load(environment),
             eval_tasks=self.eval_tasks.load(environment) if self.eval_tasks else (),
             **{name: getattr(self, name) for name in same},

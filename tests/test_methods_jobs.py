@@ -1,7 +1,10 @@
 """Whole jobs by other methods than GRPO, with a tiny real model."""
 
+import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,8 @@ from sostenuto.runtime.config import RuntimeConfig
 from sostenuto.runtime.jobs.events import StepTrained
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.runtime import Runtime
-from sostenuto.trainer.algorithms import GRPO, Algorithm, DecoupledPPO, Reinforce
-from sostenuto.trainer.parts import KL
+from sostenuto.trainer.algorithms import GRPO, PPO, Algorithm, DecoupledPPO, Reinforce
+from sostenuto.trainer.parts import KL, CriticModel
 from sostenuto.types import Limits
 
 
@@ -57,6 +60,63 @@ async def test_a_run_has_jobs_by_several_methods_one_after_the_other(tmp_path: P
     assert [(step.groups, step.report.samples) for step in reports["alone"]] == [(2, 2), (2, 2)]
     assert [(step.report.kl, step.report.step) for step in reports["decoupled"]] == [(None, 2), (None, 4)]
     assert children() == before
+
+
+def counts_in(checkpoint: Path | None) -> tuple[int, dict[str, int]]:
+    """Optimizer steps of the policy, and what the critic has counted."""
+    assert checkpoint is not None
+    assert (checkpoint / "critic.safetensors").is_file()
+    state = json.loads((checkpoint / "trainer.json").read_text())
+    return state["schedule_steps"], state["critic"]
+
+
+async def test_jobs_of_single_trajectories_with_either_kind_of_critic(tmp_path: Path, model: Path):
+    before = children()
+    kl = KL(coefficient=0.1, estimator="k3", place="reward")
+    methods = {"head": PPO(), "model": PPO(critic=CriticModel(warmup_steps=1), minibatches=2, kl=kl)}
+    checkpoints: dict[str, Path | None] = {}
+    async with Runtime(RuntimeConfig(directory=tmp_path)) as runtime:
+        for name, algorithm in methods.items():
+            handle = await runtime.submit(a_job(model, name, algorithm))
+            steps = [event async for event in handle.events() if isinstance(event, StepTrained)]
+            result = await handle.result()
+            assert result.ledger.closes
+            checkpoints[name] = result.checkpoint
+            reports = [step.report for step in steps]
+            assert [(report.refused, step.groups) for report, step in zip(reports, steps, strict=True)] == [
+                ("", 2),
+                ("", 2),
+            ]
+            assert all(report.value_loss is not None for report in reports)
+    # Both of the first batch's steps were the critic's alone.
+    assert counts_in(checkpoints["head"]) == (2, {"batches": 2, "schedule_steps": 2})
+    assert counts_in(checkpoints["model"]) == (2, {"batches": 2, "schedule_steps": 4})
+    assert children() == before
+
+
+async def test_a_critic_with_another_tokenizer_ends_a_job_before_anything_is_learnt(
+    tmp_path: Path, model: Path
+):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {f"{text}~": n for text, n in tokenizer["model"]["vocab"].items()}
+    tokenizer["model"]["merges"] = []
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    job = replace(a_job(model, "unlike", PPO(critic=CriticModel())), critic=other)
+    async with Runtime(RuntimeConfig(directory=tmp_path / "run")) as runtime:
+        handle = await runtime.submit(job)
+        told = [event async for event in handle.events() if isinstance(event, StepTrained)]
+        with pytest.raises(
+            ConfigError, match=rf"critic: the tokenizers of {other} .* and of the policy {model} "
+        ):
+            await handle.result()
+    assert told == []
+
+
+def test_a_critic_folder_is_for_a_critic_that_is_a_model(model: Path):
+    with pytest.raises(ConfigError, match=r'give algorithm\.critic = { kind = "model" }'):
+        RLJob(env=Parity, model=model, tasks=numbers(4), steps=1, algorithm=PPO(), critic=model)
 
 
 def test_a_reference_that_nothing_is_compared_with_is_refused(model: Path):

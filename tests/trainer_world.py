@@ -2,18 +2,24 @@
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import anyio
 import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from sostenuto.records import Producer, Span, Trajectory, VersionSpan
+from sostenuto.records import Floats, Producer, Span, Trajectory, VersionSpan
+from sostenuto.runtime.jobs.crediting import Groups, credited_by
+from sostenuto.trainer.algorithms import Algorithm
+from sostenuto.trainer.critic import open_critic
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import open_policy
+from sostenuto.trainer.parts import Critic
 from sostenuto.trainer.samples import Sample
 from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.trainer.tensors import seed_everything
@@ -66,9 +72,38 @@ def write_bigram(folder: Path, table: dict[int, dict[int, float]], *, size: int)
     return _save(model, folder, size)
 
 
-def learner(folder: Path, *, seed: int = 0, **settings: object) -> Learner:
+def learner(
+    folder: Path, *, seed: int = 0, critic: Critic | None = None, critic_folder: Path | None = None,
+    **settings: object,
+) -> Learner:  # fmt: skip
     chosen = LearnerSettings.model_validate(settings)
-    return Learner(open_policy(folder, chosen, seed=seed), chosen, seed=seed, version=V0)
+    policy = open_policy(folder, chosen, seed=seed)
+    values = None if critic is None else open_critic(critic, policy, chosen, critic_folder)
+    return Learner(policy, chosen, seed=seed, version=V0, critic=values)
+
+
+@dataclass
+class InProcess:
+    """A learner, asked as the trainer's process is."""
+
+    learner: Learner
+
+    async def values(self, samples: list[Sample]) -> list[Floats]:
+        return self.learner.values(samples)
+
+    async def logprobs(
+        self,
+        samples: list[Sample],
+        temperature: float = 1.0,
+        *,
+        of: Literal["policy", "reference"] = "policy",
+    ) -> list[Floats]:
+        return self.learner.logprobs(samples, temperature, of=of)
+
+
+def credit_by(subject: Learner, groups: Groups, algorithm: Algorithm) -> list[Sample]:
+    """As a job credits a batch."""
+    return anyio.run(credited_by, algorithm, groups, InProcess(subject))
 
 
 def random_samples(count: int, *, seed: int = 0, texts: int = 20, longest: int = 14) -> list[Sample]:

@@ -9,7 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sostenuto.errors import RecordError
-from sostenuto.trainer.parts import Advantage, BatchNormalized, GroupRelative, LeaveOneOut, NoReward, Return
+from sostenuto.trainer.parts import (
+    GAE,
+    Advantage,
+    BatchNormalized,
+    GroupRelative,
+    LeaveOneOut,
+    NoReward,
+    Return,
+)
 
 Doubles = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -45,6 +53,8 @@ def batch_advantages(part: Advantage, rewards: Sequence[Doubles], valid: Sequenc
             ]
         case NoReward():
             return [np.zeros(len(r)) for r in rewards]
+        case GAE():
+            raise RecordError("advantages: gae takes a critic's values; ask the trainer for them")
 
 
 def group_advantages(

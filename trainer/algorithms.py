@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from sostenuto.errors import nearest
 from sostenuto.trainer.parts import (
+    GAE,
     KL,
     TIS,
     Advantage,
@@ -21,6 +22,8 @@ from sostenuto.trainer.parts import (
     BatchNormalized,
     CISPOWeight,
     Correction,
+    Critic,
+    CriticHead,
     GroupRelative,
     GSPOClip,
     LeaveOneOut,
@@ -57,6 +60,9 @@ class Algorithm(Part, frozen=True):
     """Of the distribution sampled from; the trainer scores under the same one."""
 
     advantage: Advantage = GroupRelative()
+
+    critic: Critic | None = None
+    """What says the values that a GAE needs."""
 
     loss: PolicyLoss = PPOClip()
 
@@ -98,7 +104,7 @@ class Algorithm(Part, frozen=True):
     count in the loss's denominator.
     """
 
-    @field_validator("advantage", "loss", "correction", mode="before")
+    @field_validator("advantage", "critic", "loss", "correction", mode="before")
     @classmethod
     def _reads_part(cls, value: object, info: ValidationInfo) -> object:
         if value == "none" and info.field_name == "correction":
@@ -106,7 +112,12 @@ class Algorithm(Part, frozen=True):
         if not isinstance(value, dict):
             return value
         name = info.field_name or ""
-        choices = {"advantage": Advantage, "loss": PolicyLoss, "correction": Correction}[name]
+        choices = {
+            "advantage": Advantage,
+            "critic": Critic,
+            "loss": PolicyLoss,
+            "correction": Correction,
+        }[name]
         return part_of(choices, cast("dict[str, object]", value), cls.model_fields[name].default)
 
     @property
@@ -151,6 +162,12 @@ class Algorithm(Part, frozen=True):
             raise ValueError(
                 f"zero_spread: with {self.advantage.kind} a group of equal rewards teaches something; "
                 'give zero_spread = "keep"'
+            )
+        if isinstance(self.advantage, GAE) != (self.critic is not None):
+            raise ValueError(
+                f"critic: advantage {self.advantage.kind} with critic "
+                f"{'none' if self.critic is None else self.critic.kind}; gae asks a critic for values, and "
+                'nothing else does: give method = "ppo", or both'
             )
         if (self.aggregation == "sequence_sum") != (self.aggregation_tokens is not None):
             raise ValueError(
@@ -206,6 +223,17 @@ class ReinforcePP(Algorithm, frozen=True):
     zero_spread: ZeroSpread = "keep"
 
 
+class PPO(Algorithm, frozen=True):
+    """Proximal policy optimization of single trajectories, with a critic; arXiv 1707.06347."""
+
+    method: Literal["ppo"] = "ppo"
+    group_size: int = Field(default=1, ge=1)
+    advantage: Advantage = GAE()
+    critic: Critic | None = CriticHead()
+    loss: PolicyLoss = PPOClip(high=0.2)
+    zero_spread: ZeroSpread = "keep"
+
+
 class GSPO(Algorithm, frozen=True):
     """Group sequence policy optimization, arXiv 2507.18071."""
 
@@ -256,7 +284,7 @@ class OPD(Algorithm, frozen=True):
 RECIPES = MappingProxyType(
     {
         str(recipe.model_fields["method"].default): recipe
-        for recipe in (GRPO, DrGRPO, RLOO, Reinforce, ReinforcePP, GSPO, CISPO, SAPO, DecoupledPPO, OPD)
+        for recipe in (GRPO, DrGRPO, RLOO, Reinforce, ReinforcePP, PPO, GSPO, CISPO, SAPO, DecoupledPPO, OPD)
     }
 )
 """By the name of their method."""

@@ -4,6 +4,7 @@
     tokenizer and template files        copied from the folder the model came from
     trainer.safetensors, trainer.json   moments, master weights, random state; step, version, schedule
     adapter/                            with LoRA: the small matrices, in PEFT's format
+    critic.safetensors                  where there is one: its weights, moments and master weights
     draft/                              where a draft model learns along: its folder, without its moments
 
 A folder appears under its name complete, or not at all.
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sostenuto.errors import ConfigError, TrainerError
+from sostenuto.trainer.critic import Critic
 from sostenuto.trainer.drafter import Drafter
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.lora import FOLDER
@@ -29,6 +31,7 @@ from sostenuto.trainer.tensors import load_tensors, save_tensors
 from sostenuto.types import Version
 
 _STATE, _TENSORS = "trainer.json", "trainer.safetensors"
+_CRITIC = "critic.safetensors"
 _DRAFT = "draft"
 _RANDOM = "random_state"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".index.json")
@@ -47,6 +50,8 @@ def save_checkpoint(
                 learner.policy.adapter.save(part / FOLDER)
             save_tensors(_tensors(learner), part / _TENSORS)
             (part / _STATE).write_text(json.dumps(_state(learner, version), indent=1))
+            if learner.critic is not None:
+                save_tensors(learner.critic.tensors(), part / _CRITIC)
             if drafter is not None:
                 (part / _DRAFT).mkdir()
                 _copy_companions(drafter.source, part / _DRAFT)
@@ -72,6 +77,8 @@ def restore_checkpoint(learner: Learner, path: Path, *, drafter: Drafter | None 
     tensors = load_tensors(path / _TENSORS)
     torch.set_rng_state(tensors.pop(_RANDOM))
     learner.optimizer.load(tensors, Schedule.model_validate(state["schedule"]), state["schedule_steps"])
+    if learner.critic is not None:
+        _restore_critic(learner.critic, path, state.get("critic"))
     learner.step, learner.seed = state["step"], state["seed"]
     learner.version = learner.newest = Version.parse(state["version"])
     return learner.version
@@ -89,11 +96,23 @@ def _state(learner: Learner, version: Version) -> dict[str, Any]:
         "schedule": learner.optimizer.schedule.model_dump(mode="json"),
         "schedule_steps": learner.optimizer.steps,
         "base": None if learner.policy.adapter is None else learner.policy.adapter.base,
+        **({"critic": learner.critic.counts()} if learner.critic else {}),
     }
 
 
 def _tensors(learner: Learner) -> dict[str, Tensor]:
     return {**learner.optimizer.tensors(), _RANDOM: torch.get_rng_state()}
+
+
+def _restore_critic(critic: Critic, path: Path, counts: dict[str, int] | None) -> None:
+    if counts is None or not (path / _CRITIC).is_file():
+        raise ConfigError(
+            f"checkpoint {path}: it has no critic; go on from one of a method with a critic, or without one"
+        )
+    try:
+        critic.load(load_tensors(path / _CRITIC), counts)
+    except RuntimeError as error:
+        raise ConfigError(f"checkpoint {path}: a critic of another shape: {error}") from error
 
 
 def _load_weights(learner: Learner, path: Path, state: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from anyio.streams.text import TextReceiveStream
 from sostenuto.errors import ConfigError, RecordError, TrainerError, Unsupported
 from sostenuto.records import Floats
 from sostenuto.trainer.algorithms import SFT, Algorithm
+from sostenuto.trainer.parts import Critic
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.trainer.reports import Exactness, StepReport, TrainerFacts
 from sostenuto.trainer.samples import Sample
@@ -47,6 +48,7 @@ from sostenuto.trainer.wire import (
     ResetOptimizer,
     Restore,
     Save,
+    Values,
     pack,
     sample_to_wire,
     unpack,
@@ -112,7 +114,7 @@ class TrainerClient:
     def pid(self) -> int:
         return self._process.pid
 
-    async def open(
+    async def open(  # noqa: PLR0913 - one keyword for each model beside the policy
         self,
         model_directory: str | Path,
         settings: LearnerSettings,
@@ -122,16 +124,26 @@ class TrainerClient:
         draft: Path | None = None,
         reference: Path | None = None,
         teachers: Mapping[str, Path] | None = None,
+        critic: Critic | None = None,
+        critic_directory: Path | None = None,
     ) -> TrainerFacts:
         """Load a Hugging Face folder.  `version` is what its weights are known by, if they are.
 
         `draft`: the folder of the engines' draft model, if they have one.  `reference`: of the model that a
-        KL is measured from.  `teachers`: of those that score in the trainer, by name.
+        KL is measured from.  `teachers`: of those that score in the trainer, by name.  `critic`: as the
+        method has it; `critic_directory`: of a model of its own, which else begins as the policy.
         """
-        path, drafter = _absolute(model_directory), draft and _absolute(draft)
-        compared = reference and _absolute(reference)
-        taught = {name: _absolute(folder) for name, folder in (teachers or {}).items()}
-        opened = Open(path, _json(settings), seed, version, drafter, compared, taught)
+        opened = Open(
+            _absolute(model_directory),
+            _json(settings),
+            seed,
+            version,
+            draft_directory=draft and _absolute(draft),
+            reference_directory=reference and _absolute(reference),
+            teacher_directories={name: _absolute(folder) for name, folder in (teachers or {}).items()},
+            critic=critic and _json(critic),
+            critic_directory=critic_directory and _absolute(critic_directory),
+        )
         return await self._ask(opened, TrainerFacts)
 
     async def fit(self, samples: list[Sample], algorithm: SFT | None = None) -> StepReport:
@@ -158,6 +170,12 @@ class TrainerClient:
         """(T,) for each sample under the present weights, or the reference's; NaN where nothing is masked."""
         wire = [sample_to_wire(sample) for sample in samples]
         found = await self._ask(Logprobs(wire, temperature, of), list[bytes])
+        return [np.frombuffer(array, dtype=np.float32) for array in found]
+
+    async def values(self, samples: list[Sample]) -> list[Floats]:
+        """(T,) for each sample: what the critic says stands before each trained token, NaN elsewhere."""
+        wire = [sample_to_wire(sample) for sample in samples]
+        found = await self._ask(Values(wire), list[bytes])
         return [np.frombuffer(array, dtype=np.float32) for array in found]
 
     async def publish(self, version: Version) -> Manifest:
@@ -268,7 +286,7 @@ async def _launch(descriptor: int, threads: int) -> Process:
     )
 
 
-def _json(settings: LearnerSettings | Algorithm | SFT | Schedule) -> bytes:
+def _json(settings: LearnerSettings | Algorithm | SFT | Schedule | Critic) -> bytes:
     return settings.model_dump_json().encode()
 
 

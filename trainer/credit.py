@@ -54,6 +54,12 @@ def _credited(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
     ]
 
 
+def valid_members(members: Group, algorithm: Algorithm) -> list[Trajectory]:
+    """Those that something is learnt from.  RecordError for members of several groups together."""
+    _refuse_strangers(members)
+    return [m for m in members if _is_valid(m, algorithm) or (m.history and m.outcome is None)]
+
+
 def _continue_history(members: Group) -> bool:
     return any(member.history for member in members)
 

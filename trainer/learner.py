@@ -3,6 +3,7 @@
 - One batch is one optimizer step, however many micro-batches it is cut into.
 - The denominator of the loss is that of the whole batch, known before the first forward.
 - A loss or gradient that is not finite changes nothing and is reported.
+- A critic moves in the same steps, with an optimizer of its own, or alone while it warms up.
 - `version` names the weights exactly; it is None once they have moved and until they are published.
 """
 
@@ -22,10 +23,11 @@ from sostenuto.records import Floats
 from sostenuto.trainer.aggregation import token_weights
 from sostenuto.trainer.algorithms import SFT, Algorithm
 from sostenuto.trainer.batching import MicroBatch, by_teacher, collate, plan
+from sostenuto.trainer.critic import Critic
 from sostenuto.trainer.logprobs import one_pass, token_hits, token_logprobs
 from sostenuto.trainer.losses import supervised
 from sostenuto.trainer.model import Policy
-from sostenuto.trainer.objective import PolicyObjective
+from sostenuto.trainer.objective import Losses, PolicyObjective
 from sostenuto.trainer.optimizer import Optimizer
 from sostenuto.trainer.reports import Exactness, StepReport
 from sostenuto.trainer.samples import Sample
@@ -36,8 +38,7 @@ from sostenuto.trainer.tensors import as_array, as_tensor, backpropagate, seed_e
 from sostenuto.trainer.updates import minibatches, together
 from sostenuto.types import Version
 
-Objective = Callable[[MicroBatch, Tally], Tensor]
-"""Per-token loss (M,) of a micro-batch."""
+Objective = Callable[[MicroBatch, Tally], Losses]
 
 
 class Learner:
@@ -55,11 +56,16 @@ class Learner:
         version: Version | None,
         reference: Policy | None = None,
         teachers: Mapping[str, Policy] | None = None,
+        critic: Critic | None = None,
     ) -> None:
-        """`reference`: what a KL is measured from.  `teachers`: those that are models here, by name."""
+        """`reference`: what a KL is measured from.  `teachers`: those that are models here, by name.
+
+        `critic`: what says values.
+        """
         self.policy = policy
         self.reference = reference
         self.teachers = Teachers(policy, teachers or {})
+        self.critic = critic
         self.settings = settings
         self.seed = seed
         self.version = version
@@ -78,29 +84,38 @@ class Learner:
     def fit(self, samples: list[Sample], algorithm: SFT) -> StepReport:
         """One supervised step."""
 
-        def objective(batch: MicroBatch, tally: Tally) -> Tensor:
+        def objective(batch: MicroBatch, tally: Tally) -> Losses:
             logprobs = token_logprobs(self.policy, batch)
             unknown = torch.full_like(logprobs, math.nan)
             tally.add_logprobs(logprobs.detach(), unknown, unknown)
-            return supervised(logprobs)
+            return Losses(supervised(logprobs))
 
-        return self._step(samples, token_weights(samples, algorithm.aggregation), objective)
+        weights = token_weights(samples, algorithm.aggregation)
+        return self._step(samples, weights, objective, [self.optimizer])
 
     def learn(self, samples: list[Sample], algorithm: Algorithm) -> StepReport:
         """As many optimizer steps as the method makes of a batch."""
+        objective = PolicyObjective(
+            self.policy, algorithm, reference=self.reference, teachers=self.teachers, critic=self.critic
+        )
         for sample in samples:
             sample.check_policy()
             self._refuse_future(sample)
+            if objective.critic is not None:
+                sample.check_values()
         if self.settings.routing_replay and all(sample.experts is None for sample in samples):
             raise RecordError("routing_replay: no sample has experts; sample with routed_experts")
-
         if algorithm.teaching is not None:
             self.teachers.check(samples, algorithm.teaching)
-        objective = PolicyObjective(self.policy, algorithm, self.reference, self.teachers)
+        report = self._updates(samples, algorithm, objective)
+        if objective.critic is not None and not report.refused:
+            objective.critic.batches += 1
+        return report
 
+    def _updates(self, samples: list[Sample], algorithm: Algorithm, objective: PolicyObjective) -> StepReport:
         def step(part: list[Sample]) -> StepReport:
             weights = token_weights(part, algorithm.aggregation, algorithm.aggregation_tokens)
-            return self._step(part, weights, objective)
+            return self._step(part, weights, objective, objective.moves(self.optimizer))
 
         if algorithm.updates == 1:
             return step(samples)
@@ -133,11 +148,14 @@ class Learner:
         model = self.policy if of == "policy" else self.reference
         if model is None:
             raise ConfigError(f"logprobs: there is no {of}; open the trainer with its folder")
-        found = self._scored(samples, lambda batch: token_logprobs(model, batch, temperature))
-        out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
-        for sample, whole, masked in zip(samples, out, found, strict=True):
-            whole[sample.mask] = masked
-        return out
+        return self._placed(samples, lambda batch: token_logprobs(model, batch, temperature))
+
+    def values(self, samples: list[Sample]) -> list[Floats]:
+        """(T,) for each sample: what the critic says stands before each masked token, NaN elsewhere."""
+        critic = self.critic
+        if critic is None:
+            raise ConfigError("values: there is no critic; open the trainer with one")
+        return self._placed(samples, critic.values)
 
     def check_name(self, version: Version) -> None:
         """Raise ConfigError unless the present weights may be called `version`: none is used twice."""
@@ -167,14 +185,17 @@ class Learner:
         """Whether exactly the present weights sampled it."""
         return self.version is not None and sample.version == self.version
 
-    def _step(self, samples: list[Sample], weights: list[float], objective: Objective) -> StepReport:
+    def _step(
+        self, samples: list[Sample], weights: list[float], objective: Objective, movers: list[Optimizer]
+    ) -> StepReport:
         started_s, started_cpu_s = time.perf_counter(), time.process_time()
         batches = self._batches(samples, weights)
         rate, tally = self.optimizer.learning_rate, Tally()
-        norm, refused = self._move(batches, objective, tally)
+        refused = self._backward(batches, objective, tally, movers)
+        norm, refused = (math.nan, refused) if refused else self._move(movers)
         if not refused:
             self.step += 1
-            self.version = None
+            self.version = None if self.optimizer in movers else self.version
         return tally.report(
             step=self.step,
             grad_norm=norm,
@@ -188,19 +209,38 @@ class Learner:
             refused=refused,
         )
 
-    def _move(self, batches: list[MicroBatch], objective: Objective, tally: Tally) -> tuple[float, str]:
-        """Gradient norm, and why the weights did not move, if so."""
+    def _backward(
+        self, batches: list[MicroBatch], objective: Objective, tally: Tally, movers: list[Optimizer]
+    ) -> str:
+        """Sum up the gradient; why there is none, if so."""
         for batch in batches:
             with one_pass():
-                loss = (objective(batch, tally) * as_tensor(batch.weights)).sum()
+                losses, weights = objective(batch, tally), as_tensor(batch.weights)
+            loss = (losses.policy * weights).sum()
             tally.loss += float(loss.detach())
-            if not math.isfinite(tally.loss):
-                self.optimizer.discard()
-                return math.nan, f"the loss is {tally.loss}"
+            if losses.value is not None:
+                loss = loss + (losses.value * weights).sum()
+            if not math.isfinite(total := float(loss.detach())):
+                _discard(movers)
+                return f"the loss is {total}"
             backpropagate(loss)
-            self.optimizer.accumulate()
-        norm, moved = self.optimizer.step()
-        return norm, "" if moved else f"the gradient norm is {norm}"
+            for optimizer in movers:
+                optimizer.accumulate()
+        return ""
+
+    def _move(self, movers: list[Optimizer]) -> tuple[float, str]:
+        """Gradient norm of the policy, and why nothing has moved, if so."""
+        others = [optimizer for optimizer in movers if optimizer is not self.optimizer]
+        if not all(other.is_finite for other in others):
+            _discard(movers)
+            return math.nan, "the gradient of the critic is not finite"
+        norm, moved = self.optimizer.step() if self.optimizer in movers else (0.0, True)
+        if not moved:
+            _discard(others)
+            return norm, f"the gradient norm is {norm}"
+        for other in others:
+            other.step()
+        return norm, ""
 
     def _batches(self, samples: list[Sample], weights: list[float]) -> list[MicroBatch]:
         self._refuse_unknown_ids(samples)
@@ -217,6 +257,13 @@ class Learner:
 
     def _plan(self, lengths: list[int]) -> list[list[int]]:
         return plan(lengths, self.settings.microbatch_tokens, padded=not self.policy.packs)
+
+    def _placed(self, samples: list[Sample], score: Callable[[MicroBatch], Tensor]) -> list[Floats]:
+        """(T,) for each sample: `score` of the masked tokens, NaN elsewhere."""
+        out = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
+        for sample, whole, masked in zip(samples, out, self._scored(samples, score), strict=True):
+            whole[sample.mask] = masked
+        return out
 
     def _scored(self, samples: list[Sample], score: Callable[[MicroBatch], Tensor]) -> list[NDArray[Any]]:
         """What `score` finds for the masked tokens of each sample, in the order of the samples."""
@@ -243,3 +290,8 @@ class Learner:
             raise RecordError(
                 f"sample {sample.origin}: sampled under {sample.version}, the newest version is {self.newest}"
             )
+
+
+def _discard(optimizers: list[Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.discard()

@@ -50,7 +50,7 @@ def token_hits(policy: Policy, batch: MicroBatch) -> Tensor:
         return policy.logits(features).argmax(dim=-1) == targets
 
     with torch.no_grad():
-        return _by_chunk(policy, hit, _features(policy, batch), as_tensor(batch.targets))
+        return _by_chunk(policy, hit, features_of(policy, batch), as_tensor(batch.targets))
 
 
 def pairs(
@@ -58,14 +58,14 @@ def pairs(
 ) -> Tensor:
     """(M,) of `compare`, given logits (chunk, vocabulary) of both; those of `other` have no gradient."""
     with torch.no_grad():
-        theirs = _features(other, batch)
+        theirs = features_of(other, batch)
 
     def score(features: Tensor, others: Tensor) -> Tensor:
         with torch.no_grad():
             against = other.logits(others)
         return compare(policy.logits(features), against)
 
-    return _by_chunk(policy, score, _features(policy, batch), theirs)
+    return _by_chunk(policy, score, features_of(policy, batch), theirs)
 
 
 def beside(
@@ -76,11 +76,11 @@ def beside(
     def score(features: Tensor, rows: Tensor) -> Tensor:
         return compare(policy.logits(features), rows)
 
-    return _by_chunk(policy, score, _features(policy, batch), given)
+    return _by_chunk(policy, score, features_of(policy, batch), given)
 
 
 def _scores(policy: Policy, batch: MicroBatch, temperature: float, *, entropy: bool) -> Scores:
-    features, targets = _features(policy, batch), as_tensor(batch.targets)
+    features, targets = features_of(policy, batch), as_tensor(batch.targets)
     head = policy.head
     if head is not None:
         return scores(features, head, targets, temperature, entropy=entropy)
@@ -93,7 +93,8 @@ def _scores(policy: Policy, batch: MicroBatch, temperature: float, *, entropy: b
     return Scores(*_by_chunk(policy, score, features, targets).unbind(1))
 
 
-def _features(policy: Policy, batch: MicroBatch) -> Tensor:
+def features_of(policy: Policy, batch: MicroBatch) -> Tensor:
+    """(M, ...) what the output layer reads for each masked token."""
     passes = _passes.get()
     for ran, of, features in passes or ():
         if ran is policy and of is batch:

@@ -116,6 +116,20 @@ def soft_gate(terms: Terms, *, positive: float, negative: float) -> tuple[Tensor
     return -4.0 / sharpness * gate * terms.advantages, slope < 0.5
 
 
+def clipped_value(
+    values: Tensor, before: Tensor, returns: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Half the squared error of values, max(|V - R|, |clip(V, before +- clip) - R|)^2 / 2, as PPO has it.
+
+    Also whether each token's gradient is stopped: its value has moved far enough towards its return.
+    """
+    errors = (values - returns).square()
+    if clip is None:
+        return errors / 2.0, torch.zeros_like(values, dtype=torch.bool)
+    bounded = (values.clamp(before - clip, before + clip) - returns).square()
+    return torch.maximum(errors, bounded) / 2.0, bounded > errors
+
+
 def supervised(logprobs: Tensor) -> Tensor:
     """Cross-entropy: -log p."""
     return -logprobs

@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 import transformers
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -32,6 +31,7 @@ from sostenuto.trainer.recomputation import Recomputation
 from sostenuto.trainer.routing import UNKNOWN, Routers, find_routers
 from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.trainer.tensors import split
+from sostenuto.trainer.vocabulary import refuse_other_tokens, tokenizer_size
 
 _PROBE_TOKENS = 8
 _PROBE_LENGTHS = (5, 3, 3)
@@ -58,6 +58,8 @@ class Policy:
     """None: every layer keeps all that its backward pass needs."""
     adapter: Adapter | None = None
     """What learns in place of all weights."""
+    source: Path = Path()
+    """The folder it was read from."""
 
     @property
     def parameters(self) -> int:
@@ -70,6 +72,11 @@ class Policy:
     @property
     def architecture(self) -> str:
         return type(self.module).__name__
+
+    @property
+    def decoder(self) -> nn.Module:
+        """What gives hidden states."""
+        return _decoder(self.module)
 
     @property
     def context_tokens(self) -> int:
@@ -178,7 +185,26 @@ def load_policy(directory: Path, dtype: str, quantization: Format | None = None)
             compute_with(weight, partial(fake_quantize, weight.tensor, quantization))
     plain = _has_plain_head(module)
     packs = _learns_to_pack(module)
-    return Policy(module, min(size, _rows(module)), plain, packs, find_routers(module), Recomputation(module))
+    routers, recomputation = find_routers(module), Recomputation(module)
+    return Policy(module, min(size, _rows(module)), plain, packs, routers, recomputation, source=directory)
+
+
+def load_beside(role: str, directory: Path, policy: Policy, dtype: str) -> Policy:
+    """A model that reads what the policy writes.
+
+    ConfigError, which begins with `role`, for one with other tokens, or too few rows for them.
+    """
+    refuse_other_tokens(role, directory, policy.source)
+    try:
+        other = load_policy(directory, dtype)
+    except ConfigError as error:
+        raise ConfigError(f"{role}: {error}") from error
+    if other.tokenizer_size < policy.tokenizer_size:
+        raise ConfigError(
+            f"{role} {directory}: it has rows for {other.tokenizer_size} tokens, the policy {policy.source} "
+            f"samples from {policy.tokenizer_size}; give a model of the same family"
+        )
+    return other
 
 
 def open_policy(directory: Path, settings: LearnerSettings, *, seed: int) -> Policy:
@@ -190,29 +216,10 @@ def open_policy(directory: Path, settings: LearnerSettings, *, seed: int) -> Pol
 
 
 def load_reference(directory: Path, policy: Policy, dtype: str, *, role: str = "reference") -> Policy:
-    """A model to compare the policy with; nothing of it is learnt.  ConfigError for one with other tokens."""
-    reference = load_policy(directory, dtype)
-    if reference.tokenizer_size != policy.tokenizer_size:
-        raise ConfigError(
-            f"{role} {directory}: its tokenizer has {reference.tokenizer_size} tokens, that of the policy "
-            f"{policy.tokenizer_size}; give a model of the same family"
-        )
+    """A model to compare the policy with; nothing of it is learnt.  ConfigError as `load_beside`."""
+    reference = load_beside(role, directory, policy, dtype)
     reference.module.requires_grad_(False)
     return reference
-
-
-def tokenizer_size(directory: Path) -> int:
-    """One more than the highest id that has a text."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"model {directory}: no tokenizer.json; save the tokenizer next to the weights")
-    try:
-        vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    except Exception as error:
-        raise ConfigError(f"model {directory}: tokenizer.json is not understood: {error}") from error
-    if not vocabulary:
-        raise ConfigError(f"model {directory}: tokenizer.json has no tokens; save the tokenizer again")
-    return max(vocabulary.values()) + 1
 
 
 def _load_module(directory: Path, dtype: str) -> PreTrainedModel:

@@ -1,33 +1,72 @@
 """The loss of a micro-batch, put together from the parts of a method."""
 
+from dataclasses import dataclass
+
+import torch
+
 from sostenuto.errors import ConfigError
 from sostenuto.trainer.algorithms import Algorithm
 from sostenuto.trainer.batching import MicroBatch
 from sostenuto.trainer.corrections import Corrected, correct, known_rollout
+from sostenuto.trainer.critic import Critic
 from sostenuto.trainer.kl import kl_loss
 from sostenuto.trainer.logprobs import token_logprobs
 from sostenuto.trainer.losses import Terms, policy_loss
 from sostenuto.trainer.model import Policy
+from sostenuto.trainer.optimizer import Optimizer
 from sostenuto.trainer.tally import Tally
 from sostenuto.trainer.teaching import Teachers
 from sostenuto.trainer.tensors import Tensor, as_tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Losses:
+    """(M,) of each masked token."""
+
+    policy: Tensor
+    value: Tensor | None = None
+
+
 class PolicyObjective:
-    """Per-token loss (M,) of a micro-batch."""
+    """Losses of a micro-batch."""
 
     def __init__(
-        self, policy: Policy, algorithm: Algorithm, reference: Policy | None, teachers: Teachers
+        self,
+        policy: Policy,
+        algorithm: Algorithm,
+        *,
+        reference: Policy | None,
+        teachers: Teachers,
+        critic: Critic | None,
     ) -> None:
-        """ConfigError when the method compares with a reference that is not there."""
+        """ConfigError when the method needs a reference or a critic that is not there."""
         if algorithm.kl is not None and reference is None:
             raise ConfigError("kl: the trainer has no reference model; open it with the reference's folder")
+        if algorithm.critic is not None and algorithm.critic != (critic and critic.part):
+            raise ConfigError(
+                f"critic: the method has {algorithm.critic!r}, the trainer was opened with "
+                f"{critic and critic.part!r}; open it with the method's"
+            )
         self._policy = policy
         self._algorithm = algorithm
         self._reference = reference
         self._teachers = teachers
+        self.critic = critic if algorithm.critic is not None else None
+        # All steps of one batch are of one kind.
+        self._critic_alone = self.critic is not None and self.critic.learns_alone
 
-    def __call__(self, batch: MicroBatch, tally: Tally) -> Tensor:
+    def moves(self, policy: Optimizer) -> list[Optimizer]:
+        """What the losses have a gradient for."""
+        if self.critic is None:
+            return [policy]
+        return [self.critic.optimizer] if self._critic_alone else [policy, self.critic.optimizer]
+
+    def __call__(self, batch: MicroBatch, tally: Tally) -> Losses:
+        with torch.set_grad_enabled(not self._critic_alone):
+            loss = self._loss(batch, tally)
+        return Losses(loss, None if self.critic is None else self.critic.loss(batch, tally))
+
+    def _loss(self, batch: MicroBatch, tally: Tally) -> Tensor:
         algorithm = self._algorithm
         current = token_logprobs(self._policy, batch, algorithm.temperature)
         sequences = as_tensor(batch.sequences)

@@ -68,6 +68,11 @@ class Optimizer:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the gradient is."""
+        return math.isfinite(_global_norm(self._masters.values()))
+
     def step(self) -> tuple[float, bool]:
         """Clip and apply the gradient; its norm before clipping, and whether the weights moved."""
         norm = _global_norm(self._masters.values())

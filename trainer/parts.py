@@ -5,6 +5,8 @@ from typing import Literal, Self, cast, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
+from sostenuto.trainer.settings import Schedule
+
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 Level = Literal["token", "sequence", "geometric"]
 """What a ratio is of: one token; all of a sequence, as their product or as its geometric mean."""
@@ -72,7 +74,65 @@ class NoReward(Part, frozen=True):
     kind: Literal["no_reward"] = "no_reward"
 
 
-Advantage = GroupRelative | LeaveOneOut | BatchNormalized | Return | NoReward
+class GAE(Part, frozen=True):
+    """What came of a token against what a critic had expected before it, arXiv 1506.02438.
+
+    A step goes from one trained token to the next: what the environment says between two turns is part of it
+    and has no value of its own.  The reward comes with the last trained token.
+    """
+
+    kind: Literal["gae"] = "gae"
+
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount for each trained token."""
+
+    lambda_: float = Field(default=1.0, ge=0, le=1)
+    """1: the whole return, unbiased whatever the critic says.  Less trusts the critic's later values more."""
+
+    whiten: bool = True
+    """Less their mean and over their deviation, over the trained tokens of a batch; 0 without a spread."""
+
+
+Advantage = GroupRelative | LeaveOneOut | BatchNormalized | Return | GAE | NoReward
+
+
+# ---- critics ----
+
+
+class _Critic(Part, frozen=True):
+    clip: float | None = Field(default=0.2, gt=0)
+    """A value is worth learning until it has moved so far from the batch's beginning; None: no bound."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Batches, at the beginning, from which the critic alone learns; the policy stays as it is."""
+
+
+class CriticHead(_Critic, frozen=True):
+    """A value head on the policy's last hidden states: no second model, and no second forward."""
+
+    kind: Literal["head"] = "head"
+
+    schedule: Schedule = Schedule(learning_rate=1e-2)
+    """Of the head's own optimizer."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the value loss in the gradient of the policy's own layers.
+
+    0: the head reads the states and changes nothing in them.  What a critic has not understood then cannot
+    move the policy, and the policy's gradient is that of its objective alone.
+    """
+
+
+class CriticModel(_Critic, frozen=True):
+    """A model of its own, with a value head, all of it learnt."""
+
+    kind: Literal["model"] = "model"
+
+    schedule: Schedule = Schedule(learning_rate=5e-4)
+    """Of its own optimizer."""
+
+
+Critic = CriticHead | CriticModel
 
 
 # ---- a teacher ----

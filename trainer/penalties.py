@@ -1,4 +1,4 @@
-"""What is taken off a trajectory's reward for its distance from a reference.  No torch."""
+"""What is taken off rewards for the distance from a reference.  No torch."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,24 @@ _EXPONENT_BOUND = 20.0
 
 
 def distances(samples: Sequence[Sample], reference: Sequence[Floats], estimator: str) -> dict[str, float]:
-    """By program, the sum over its trained tokens of an estimate of KL(policy || reference), in nats.
+    """By program, the sum of `token_distances` over its trained tokens, in nats."""
+    far: dict[str, float] = {}
+    for sample, found in zip(samples, token_distances(samples, reference, estimator), strict=True):
+        total = float(found[sample.mask].sum(dtype=np.float64))
+        far[sample.origin] = far.get(sample.origin, 0.0) + total
+    return far
+
+
+def token_distances(samples: Sequence[Sample], reference: Sequence[Floats], estimator: str) -> list[Doubles]:
+    """(T,) for each sample: an estimate of KL(policy || reference) at its trained tokens, NaN elsewhere.
 
     With d = log p engine - log p reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d
     (http://joschu.net/blog/kl-approx.html).  `reference`: (T,) for each sample.
     """
-    far: dict[str, float] = {}
-    for sample, against in zip(samples, reference, strict=True):
-        difference = (sample.logprobs - against)[sample.mask].astype(np.float64)
-        far[sample.origin] = far.get(sample.origin, 0.0) + float(_estimate(estimator, difference).sum())
-    return far
+    return [
+        _estimate(estimator, np.where(sample.mask, sample.logprobs.astype(np.float64) - against, np.nan))
+        for sample, against in zip(samples, reference, strict=True)
+    ]
 
 
 def _estimate(estimator: str, difference: Doubles) -> Doubles:

@@ -65,6 +65,13 @@ class StepReport:
     """Mean -log p of the batch's masked tokens by the draft model that learns from them."""
     teacher_kl: float | None = None
     """Mean of the estimate of KL(student || teacher), as the teaching has it; None without a teacher."""
+    value_loss: float | None = None
+    """Half the squared error of the critic's values; None without a critic, like the next two."""
+    explained_variance: float | None = None
+    """1 - Var(return - value) / Var(return), 0 where values say no more than their mean; None also where all
+    returns are equal."""
+    value_clip_share: float | None = None
+    """Tokens whose value has moved as far as the critic's clip allows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Sample:
     """Of its first tokens, where they were recorded."""
     extras: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     """(T,) or (T, K) each, NaN where unknown.  start: the trainer's log-probabilities at the batch's
-    beginning."""
+    beginning.  value: what the critic said then.  return: what it should have said."""
     teacher: str = ""
     """Who teaches it; empty: nobody."""
 
@@ -71,6 +71,16 @@ class Sample:
             raise RecordError(f"sample {self.origin}: a trained token has no behaviour log-probability")
         if not np.isfinite(self.advantages[self.mask]).all():
             raise RecordError(f"sample {self.origin}: an advantage is not finite")
+
+    def check_values(self) -> None:
+        """Raise RecordError unless every masked token has a value and a return."""
+        for name in ("value", "return"):
+            known = self.extras.get(name)
+            if known is None or not np.isfinite(known[self.mask]).all():
+                raise RecordError(
+                    f"sample {self.origin}: a trained token has no {name!r}; ask the trainer for values, "
+                    "and credit them"
+                )
 
 
 def demonstration(token_ids: list[int] | Tokens, mask: list[bool] | Mask, *, origin: str = "") -> Sample:

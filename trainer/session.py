@@ -9,9 +9,11 @@ from pydantic import TypeAdapter
 from sostenuto.errors import TrainerError
 from sostenuto.trainer.algorithms import SFT, Algorithm, AnyAlgorithm
 from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint, weight_bytes
+from sostenuto.trainer.critic import Critic, open_critic
 from sostenuto.trainer.drafter import Drafter, open_drafter
 from sostenuto.trainer.learner import Learner
-from sostenuto.trainer.model import load_reference, open_policy
+from sostenuto.trainer.model import Policy, load_reference, open_policy
+from sostenuto.trainer.parts import Critic as CriticPart
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.trainer.publication.sender import Sender, unique_tensors
 from sostenuto.trainer.reports import Exactness, StepReport, TrainerFacts
@@ -29,12 +31,14 @@ from sostenuto.trainer.wire import (
     ResetOptimizer,
     Restore,
     Save,
+    Values,
     sample_from_wire,
 )
 
 Result = TrainerFacts | StepReport | Exactness | str | list[bytes] | bytes | None
 
 _ALGORITHM: TypeAdapter[Algorithm] = TypeAdapter(AnyAlgorithm)
+_CRITIC: TypeAdapter[CriticPart] = TypeAdapter(CriticPart)
 
 
 class Session:
@@ -51,7 +55,7 @@ class Session:
         match command:
             case Open():
                 return self._open(command)
-            case Fit() | Learn() | Exact() | Logprobs():
+            case Fit() | Learn() | Exact() | Logprobs() | Values():
                 return self._compute(command, [sample_from_wire(sample) for sample in command.samples])
             case Publish():
                 return self._publish(command).model_dump_json().encode()
@@ -82,7 +86,7 @@ class Session:
         folder = command.reference_directory
         reference = None if folder is None else load_reference(Path(folder), policy, settings.dtype)
         teachers = {
-            name: load_reference(Path(folder), policy, settings.dtype, role=f"teacher {name}:")
+            name: load_reference(Path(folder), policy, settings.dtype, role=f"teacher {name}")
             for name, folder in command.teacher_directories.items()
         }
         self._learner = Learner(
@@ -92,11 +96,19 @@ class Session:
             version=command.version,
             reference=reference,
             teachers=teachers,
+            critic=self._open_critic(command, policy, settings),
         )
         self.close()
         directory = settings.publication_directory
         self._sender = Sender(Path(directory) if directory else None)
         return self._facts()
+
+    def _open_critic(self, command: Open, policy: Policy, settings: LearnerSettings) -> Critic | None:
+        if command.critic is None:
+            return None
+        directory = command.critic_directory
+        part = _CRITIC.validate_json(command.critic)
+        return open_critic(part, policy, settings, None if directory is None else Path(directory))
 
     def _facts(self) -> TrainerFacts:
         learner = self._ready
@@ -113,7 +125,7 @@ class Session:
             step=learner.step,
         )
 
-    def _compute(self, command: Fit | Learn | Exact | Logprobs, samples: list[Sample]) -> Result:
+    def _compute(self, command: Fit | Learn | Exact | Logprobs | Values, samples: list[Sample]) -> Result:
         learner = self._ready
         match command:
             case Fit():
@@ -128,6 +140,8 @@ class Session:
             case Logprobs():
                 found = learner.logprobs(samples, command.temperature, of=command.of)
                 return [array.tobytes() for array in found]
+            case Values():
+                return [array.tobytes() for array in learner.values(samples)]
 
     def _drafted(self, report: StepReport, samples: list[Sample], temperature: float) -> StepReport:
         """The draft model learns from the same tokens."""

@@ -26,6 +26,28 @@ class Mean:
         return self.total / self.count if self.count else None
 
 
+@dataclass(slots=True)
+class Spread:
+    """Sums for a variance."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, values: Tensor) -> None:
+        exact = values.double()
+        self.count += exact.numel()
+        self.total += float(exact.sum())
+        self.squares += float(exact.square().sum())
+
+    @property
+    def variance(self) -> float:
+        if not self.count:
+            return 0.0
+        mean = self.total / self.count
+        return max(0.0, self.squares / self.count - mean * mean)
+
+
 class Tally:
     """What a step reports about its tokens.  Reads detached values; NaN means unknown."""
 
@@ -41,6 +63,10 @@ class Tally:
         self.rejected = Mean()
         self.kl = Mean()
         self.teacher = Mean()
+        self.value_loss = Mean()
+        self.value_clipped = Mean()
+        self.returns = Spread()
+        self.errors = Spread()
         self.largest: float | None = None
 
     def add_logprobs(self, current: Tensor, behaviour: Tensor, rollout: Tensor) -> None:
@@ -59,6 +85,18 @@ class Tally:
         self.clipped.add(clipped.double())
         self.truncated.add(truncated.double())
         self.rejected.add(rejected.double())
+
+    def add_values(self, values: Tensor, returns: Tensor, loss: Tensor, clipped: Tensor) -> None:
+        """What a critic says (M,) beside what came of it."""
+        self.value_loss.add(loss)
+        self.value_clipped.add(clipped.double())
+        self.returns.add(returns)
+        self.errors.add(returns - values)
+
+    @property
+    def explained_variance(self) -> float | None:
+        spread = self.returns.variance
+        return 1.0 - self.errors.variance / spread if spread > 0 else None
 
     def report(  # noqa: PLR0913 - one keyword for each fact that is not summed here
         self,
@@ -90,6 +128,9 @@ class Tally:
             rejected_share=self.rejected.value or 0.0,
             kl=self.kl.value,
             teacher_kl=self.teacher.value,
+            value_loss=self.value_loss.value,
+            value_clip_share=self.value_clipped.value,
+            explained_variance=self.explained_variance,
             samples=samples,
             micro_batches=micro_batches,
             tokens=tokens,

@@ -50,6 +50,10 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     """Of the model that a KL is measured from."""
     teacher_directories: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """Of the teachers that are models beside the policy, by name."""
+    critic: bytes | None = None
+    """Critic as JSON."""
+    critic_directory: str | None = None
+    """Of the critic's own model; None: the policy's."""
 
 
 class Fit(msgspec.Struct, frozen=True, tag=True):
@@ -74,6 +78,10 @@ class Logprobs(msgspec.Struct, frozen=True, tag=True):
     of: Literal["policy", "reference"] = "policy"
 
 
+class Values(msgspec.Struct, frozen=True, tag=True):
+    samples: list[WireSample]
+
+
 class Publish(msgspec.Struct, frozen=True, tag=True):
     version: Version
 
@@ -96,7 +104,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Open | Fit | Learn | Exact | Logprobs | Publish | Save | Restore | ResetOptimizer | Close
+Command = Open | Fit | Learn | Exact | Logprobs | Values | Publish | Save | Restore | ResetOptimizer | Close
 
 
 class Request(msgspec.Struct, frozen=True):

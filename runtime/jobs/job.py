@@ -16,6 +16,7 @@ from sostenuto.runtime.jobs.prefixes import Prefixes, check_prefixes
 from sostenuto.runtime.jobs.teacher import Teacher, check_teachers
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.trainer.algorithms import GRPO, Algorithm
+from sostenuto.trainer.parts import CriticModel
 from sostenuto.trainer.samplers import Sampler, open_sampler
 from sostenuto.trainer.settings import LearnerSettings, Schedule
 from sostenuto.types import Limits, Truncation
@@ -133,6 +134,8 @@ class RLJob(_Job):
     """Who says what is better, of a method with `teaching`."""
     prefixes: tuple[Prefixes, ...] = ()
     """Histories that the student continues by one turn each, beside its own whole rollouts."""
+    critic: str | Path | None = None
+    """Folder of the model that a critic of kind "model" begins as; None: the model as it begins."""
     warm_start: WarmStart | None = None
     groups_per_step: int = 8
     max_staleness: int = 1
@@ -164,12 +167,23 @@ class RLJob(_Job):
             raise ConfigError("reference: nothing is compared with it; give algorithm.kl, or leave it out")
         check_teachers(self.teachers, self.algorithm, self.env.__name__, self.tasks)
         check_prefixes(self.prefixes, self.teachers)
+        if self.critic is not None and not isinstance(self.algorithm.critic, CriticModel):
+            raise ConfigError(
+                "critic: no critic of this method begins as a model; "
+                'give algorithm.critic = { kind = "model" }, or leave it out'
+            )
 
     def reference_folder(self) -> Path | None:
         """None when nothing is compared with a reference.  ConfigError when it is no folder here."""
         if self.algorithm.kl is None:
             return None
         return local_folder(self.model if self.reference is None else self.reference, "reference")
+
+    def critic_folder(self) -> Path | None:
+        """None when no critic has a model of its own.  ConfigError when it is no folder here."""
+        if not isinstance(self.algorithm.critic, CriticModel):
+            return None
+        return local_folder(self.model if self.critic is None else self.critic, "critic")
 
     def task_source(self) -> TaskSource:
         return _source_of(self.tasks, self.seed)

@@ -52,6 +52,8 @@ async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
                 draft=draft,
                 reference=job.reference_folder(),
                 teachers=models_beside(job.teachers),
+                critic=job.algorithm.critic,
+                critic_directory=job.critic_folder(),
             )
             say(JobStarted(job.name, str(folder), version, premises.isolation))
             if job.warm_start:

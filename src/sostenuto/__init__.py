@@ -45,14 +45,18 @@ if TYPE_CHECKING:
     from sostenuto.trainer.algorithms import GRPO as GRPO
     from sostenuto.trainer.algorithms import GSPO as GSPO
     from sostenuto.trainer.algorithms import OPD as OPD
+    from sostenuto.trainer.algorithms import PPO as PPO
     from sostenuto.trainer.algorithms import RLOO as RLOO
     from sostenuto.trainer.algorithms import SAPO as SAPO
     from sostenuto.trainer.algorithms import DecoupledPPO as DecoupledPPO
     from sostenuto.trainer.algorithms import DrGRPO as DrGRPO
     from sostenuto.trainer.algorithms import Reinforce as Reinforce
     from sostenuto.trainer.algorithms import ReinforcePP as ReinforcePP
+    from sostenuto.trainer.parts import GAE as GAE
     from sostenuto.trainer.parts import KL as KL
     from sostenuto.trainer.parts import TIS as TIS
+    from sostenuto.trainer.parts import CriticHead as CriticHead
+    from sostenuto.trainer.parts import CriticModel as CriticModel
     from sostenuto.trainer.parts import IcePop as IcePop
     from sostenuto.trainer.parts import Rejection as Rejection
     from sostenuto.trainer.parts import Teaching as Teaching
@@ -74,6 +78,10 @@ _HOME = {
     "SAPO": "trainer.algorithms",
     "DecoupledPPO": "trainer.algorithms",
     "KL": "trainer.parts",
+    "PPO": "trainer.algorithms",
+    "GAE": "trainer.parts",
+    "CriticHead": "trainer.parts",
+    "CriticModel": "trainer.parts",
     "IcePop": "trainer.parts",
     "Rejection": "trainer.parts",
     "ConfigError": "errors",
@@ -122,14 +130,18 @@ _HOME = {
 
 __all__ = [
     "CISPO",
+    "GAE",
     "GRPO",
     "GSPO",
     "KL",
     "OPD",
+    "PPO",
     "RLOO",
     "SAPO",
     "TIS",
     "ConfigError",
+    "CriticHead",
+    "CriticModel",
     "DecoupledPPO",
     "DrGRPO",
     "Draw",

@@ -1,0 +1,569 @@
+"""PPO's critic, from a batch's values to its own optimizer, on real forward passes of tiny models."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import nn
+
+from sostenuto.errors import Blame, ConfigError, RecordError
+from sostenuto.records import Producer, Span, Trajectory
+from sostenuto.trainer.algorithms import GRPO, PPO, SFT
+from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint
+from sostenuto.trainer.gae import Valued, credit_by_critic, decisions, generalized_advantages
+from sostenuto.trainer.learner import Learner
+from sostenuto.trainer.losses import clipped_value
+from sostenuto.trainer.model import load_reference
+from sostenuto.trainer.optimizer import Optimizer
+from sostenuto.trainer.parts import GAE, KL, Critic, CriticHead, CriticModel
+from sostenuto.trainer.publication.sender import unique_tensors
+from sostenuto.trainer.reports import StepReport
+from sostenuto.trainer.samples import Sample, demonstration, trajectory_samples
+from sostenuto.trainer.settings import Schedule
+from sostenuto.trainer.tensors import as_array
+from sostenuto.types import Outcome, OutcomeKind, Version
+from trainer_world import (
+    V0,
+    credit_by,
+    learner,
+    random_samples,
+    sampled,
+    trajectory,
+    write_bigram,
+    write_gpt2,
+    write_model,
+)
+
+P, U, B, D = range(4)
+VALUES = {P: 0.2, U: 0.6, B: 0.4}
+PLAIN = GAE(whiten=False)
+CRITICS: list[Critic] = [CriticHead(), CriticHead(coefficient=0.5), CriticModel()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gpt2(tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def bigram(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bigram(tmp_path_factory.mktemp("bigram"), {P: {U: 0.5}, U: {B: 0.2}, B: {D: 0.4}}, size=4)
+
+
+def valued(bigram: Path, critic: Critic | None = None) -> Learner:
+    """Its critic says 0.2 after P, 0.6 after u and 0.4 after b."""
+    subject = learner(bigram, critic=critic or CriticHead())
+    assert subject.critic is not None
+    with torch.no_grad():
+        for token, value in VALUES.items():
+            # RMS normalization turns a one-hot of width 16 into one of length 4.
+            subject.critic.head.weight[token] = value / 4.0
+    return subject
+
+
+def told(*, reward: float | None = 1.0, name: str = "program") -> Trajectory:
+    start = Span.fed(Producer.USER, [P])
+    return trajectory(name, reward, sequences=((start, sampled([U, B, D])),))
+
+
+def advantages(samples: list[Sample]) -> list[list[float]]:
+    return [sample.advantages[sample.mask].tolist() for sample in samples]
+
+
+# ---- advantages ----
+
+
+@pytest.mark.parametrize("critic", [CriticHead(), CriticModel()], ids=["head", "model"])
+def test_a_return_of_1_after_values_of_0_2_0_6_and_0_4_gives_0_8_0_4_and_0_6(bigram: Path, critic: Critic):
+    (sample,) = credit_by(valued(bigram, critic), [(told(),)], PPO(advantage=PLAIN, critic=critic))
+    assert sample.extras["value"][1:] == pytest.approx([0.2, 0.6, 0.4], abs=1e-6)
+    assert advantages([sample]) == [pytest.approx([0.8, 0.4, 0.6], abs=1e-6)]
+    assert sample.extras["return"][1:] == pytest.approx([1.0, 1.0, 1.0], abs=1e-6)
+    assert np.isnan(sample.extras["value"][0])
+    assert sample.advantages[0] == 0
+
+
+def test_with_lambda_below_1_temporal_differences_are_put_together(bigram: Path):
+    """delta = 0.6 - 0.2, 0.4 - 0.6, 1 - 0.4; a half of what comes later is believed."""
+    half = GAE(lambda_=0.5, whiten=False)
+    (sample,) = credit_by(valued(bigram), [(told(),)], PPO(advantage=half))
+    assert advantages([sample]) == [
+        pytest.approx([0.4 + 0.5 * (-0.2 + 0.5 * 0.6), -0.2 + 0.5 * 0.6, 0.6], abs=1e-6)
+    ]
+    (alone,) = credit_by(valued(bigram), [(told(),)], PPO(advantage=GAE(lambda_=0, whiten=False)))
+    assert advantages([alone]) == [pytest.approx([0.4, -0.2, 0.6], abs=1e-6)]
+
+
+def test_a_discount_is_taken_for_each_trained_token(bigram: Path):
+    tenth = GAE(gamma=0.9, whiten=False)
+    (sample,) = credit_by(valued(bigram), [(told(),)], PPO(advantage=tenth))
+    assert sample.extras["return"][1:] == pytest.approx([0.81, 0.9, 1.0], abs=1e-6)
+    assert advantages([sample]) == [pytest.approx([0.61, 0.3, 0.6], abs=1e-6)]
+
+
+def test_what_the_environment_says_between_turns_has_no_value_and_takes_no_discount(bigram: Path):
+    start, seen = Span.fed(Producer.USER, [P]), Span.fed(Producer.ENVIRONMENT, [D, D, B])
+    turns = trajectory("p", 1.0, sequences=((start, sampled([U]), seen, sampled([D])),))
+    algorithm = PPO(advantage=GAE(gamma=0.9, lambda_=0.5, whiten=False))
+    (sample,) = credit_by(valued(bigram), [(turns,)], algorithm)
+    # From P to u, then from the observation's last token, b, to d.
+    last = 1.0 - 0.4
+    assert advantages([sample]) == [pytest.approx([0.9 * 0.4 - 0.2 + 0.45 * last, last], abs=1e-6)]
+    assert np.isfinite(sample.extras["value"]).tolist() == [False, True, False, False, False, True]
+
+
+def test_a_rewritten_history_goes_on_where_the_program_was(bigram: Path):
+    """The reward comes with what was sampled last, whichever sequence it stands in."""
+    start = Span.fed(Producer.USER, [P])
+    early, late = sampled([U]), replace(sampled([U, B]), started_s=5.0, ended_s=6.0)
+    forked = trajectory("p", 1.0, sequences=((start, late), (start, early)))
+    assert [(sample, places.tolist()) for sample, places in decisions(forked)] == [(1, [1]), (0, [1, 2])]
+    algorithm = PPO(advantage=GAE(lambda_=0, whiten=False))
+    samples = credit_by(valued(bigram), [(forked,)], algorithm)
+    assert advantages(samples) == [
+        pytest.approx([0.6 - 0.2, 1.0 - 0.6], abs=1e-6),
+        pytest.approx([0.2 - 0.2], abs=1e-6),
+    ]
+
+
+def test_the_price_of_the_distance_is_taken_off_token_by_token(bigram: Path, tmp_path: Path):
+    """k1 of log-probabilities -1 and a reference that says log 0.5, log 0.2 and log 0.4."""
+    subject = valued(bigram)
+    subject.reference = load_reference(bigram, subject.policy, "float32")
+    kl = KL(coefficient=0.1, estimator="k1", place="reward")
+    (sample,) = credit_by(subject, [(told(),)], PPO(advantage=PLAIN, kl=kl))
+    prices = -0.1 * (-1.0 - np.log([0.5, 0.2, 0.4]))
+    returns = np.cumsum([1 + prices[2], prices[1], prices[0]])[::-1]
+    assert sample.extras["return"][1:] == pytest.approx(returns, abs=1e-6)
+    assert advantages([sample]) == [pytest.approx(returns - [0.2, 0.6, 0.4], abs=1e-6)]
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_tokens_of_a_batch(bigram: Path):
+    groups = [(told(name="a"),), (told(reward=0.0, name="b"),)]
+    raw = np.concatenate(advantages(credit_by(valued(bigram), groups, PPO(advantage=PLAIN))))
+    white = credit_by(valued(bigram), groups, PPO())
+    assert np.concatenate(advantages(white)) == pytest.approx((raw - raw.mean()) / raw.std(), abs=1e-6)
+    returns = [sample.extras["return"][1:].tolist() for sample in white]
+    assert returns == [pytest.approx([1, 1, 1], abs=1e-6), pytest.approx([0, 0, 0], abs=1e-6)]
+    same = credit_by(learner(bigram, critic=CriticHead()), [(told(),)], PPO())
+    assert advantages(same) == [[0.0, 0.0, 0.0]]
+
+
+def of_the_paper(
+    rewards: NDArray[np.float64], values: NDArray[np.float64], gamma: float, lambda_: float
+) -> list[float]:
+    """Equations 11 to 16 of arXiv 1506.02438: the mean of k-step advantages, weighed by lambda^(k - 1)."""
+    end, after = len(rewards), [*values.tolist(), 0.0]
+    found: list[float] = []
+    for t in range(end):
+        steps = [
+            sum(gamma**i * float(rewards[t + i]) for i in range(k)) + gamma**k * after[t + k] - after[t]
+            for k in range(1, end - t + 1)
+        ]
+        weights = [(1 - lambda_) * lambda_ ** (k - 1) for k in range(1, len(steps))]
+        # Beyond the end every k-step advantage is the last one.
+        weights.append(lambda_ ** (len(steps) - 1))
+        found.append(sum(weight * step for weight, step in zip(weights, steps, strict=True)))
+    return found
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.5, 1.0), st.floats(0.0, 1.0))
+def test_advantages_are_those_of_the_paper_whatever_the_lengths_and_masks(
+    seed: int, gamma: float, lambda_: float
+):
+    noise = np.random.default_rng(seed)
+    batch: list[Valued] = []
+    for number in range(int(noise.integers(1, 4))):
+        spans = [Span.fed(Producer.USER, [1] * int(noise.integers(1, 4)))]
+        for _ in range(int(noise.integers(1, 5))):
+            policy = sampled([1] * int(noise.integers(1, 6)))
+            spans.append(replace(policy, mask=noise.random(len(policy)) < 0.7))
+            spans.append(Span.fed(Producer.ENVIRONMENT, [1] * int(noise.integers(0, 4))))
+        one = trajectory(f"p{number}", float(noise.normal()), sequences=(tuple(spans),))
+        samples = trajectory_samples(one, 0.0)
+        values = [noise.normal(size=len(sample)).astype(np.float32) for sample in samples]
+        rewards = [noise.normal(size=len(sample)) for sample in samples]
+        batch.append(Valued(one, samples, values, rewards))
+    found = iter(credit_by_critic(batch, GAE(gamma=gamma, lambda_=lambda_, whiten=False)))
+    for valued in batch:
+        for before, values, rewards in zip(valued.samples, valued.values, valued.rewards or (), strict=True):
+            sample, mask = next(found), before.mask
+            earned = rewards[mask].copy()
+            earned[-1] += valued.trajectory.reward or 0.0
+            expected = of_the_paper(earned, values[mask].astype(np.float64), gamma, lambda_)
+            assert sample.advantages[mask] == pytest.approx(expected, abs=1e-4)
+    assert next(found, None) is None
+
+
+def test_a_member_without_a_reward_is_left_out_and_one_that_is_not_finite_is_refused(bigram: Path):
+    failed = replace(
+        told(name="b"), outcome=Outcome(OutcomeKind.FAILED, "sandbox died", Blame.INFRASTRUCTURE)
+    )
+    groups = [(told(name="a"),), (told(reward=None, name="c"),), (failed,)]
+    samples = credit_by(valued(bigram), groups, PPO())
+    assert [sample.origin for sample in samples] == ["a"]
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(RecordError, match="x: a reward of a trained token is missing or not finite"):
+            credit_by(valued(bigram), [(told(reward=wrong, name="x"),)], PPO())
+
+
+def test_a_trajectory_without_a_trained_token_gives_nothing(bigram: Path):
+    empty = trajectory("e", 1.0, sequences=((Span.fed(Producer.USER, [P, U]),),))
+    assert credit_by(valued(bigram), [(empty,)], PPO()) == []
+    both = credit_by(valued(bigram), [(empty,), (told(),)], PPO(advantage=PLAIN))
+    assert advantages(both) == [pytest.approx([0.8, 0.4, 0.6], abs=1e-6)]
+    assert generalized_advantages(np.zeros(0), np.zeros(0), gamma=1, lambda_=1).tolist() == []
+
+
+# ---- the value loss ----
+
+
+def test_the_value_loss_is_the_larger_of_two_squared_errors(bigram: Path):
+    """Values 0.2, 0.6 and 0.4 now; at the batch's beginning they were others."""
+    subject = valued(bigram)
+    (sample,) = credit_by(subject, [(told(),)], PPO(advantage=PLAIN))
+    before = np.array([np.nan, 0.2, 0.1, 0.9], np.float32)
+    moved = replace(sample, extras={"value": before, "return": sample.extras["return"]})
+    report = subject.learn([moved], PPO())
+    # 0.1 may rise to 0.3 and 0.9 may fall to 0.7: the first is held back, and the error at 0.7 is smaller.
+    errors = np.array([0.8, 0.7, 0.6]) ** 2 / 2
+    assert report.value_loss == pytest.approx(errors.mean(), rel=1e-5)
+    assert report.value_clip_share == pytest.approx(1 / 3)
+    unbounded = PPO(critic=CriticHead(clip=None))
+    report = valued(bigram, unbounded.critic).learn([moved], unbounded)
+    assert report.value_loss == pytest.approx((np.array([0.8, 0.4, 0.6]) ** 2 / 2).mean(), rel=1e-5)
+    assert report.value_clip_share == 0
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_the_clipped_value_loss_is_that_of_its_formula(seed: int):
+    noise = np.random.default_rng(seed)
+    now, before, returns = noise.normal(size=(3, 40))
+    loss, held = clipped_value(torch.tensor(now), torch.tensor(before), torch.tensor(returns), 0.2)
+    for each, stopped, v, b, r in zip(
+        as_array(loss).tolist(), as_array(held).tolist(), now, before, returns, strict=True
+    ):
+        bounded = min(max(v, b - 0.2), b + 0.2)
+        assert each == pytest.approx(max((v - r) ** 2, (bounded - r) ** 2) / 2)
+        assert stopped is bool((bounded - r) ** 2 > (v - r) ** 2)
+
+
+def test_explained_variance_is_of_the_returns(bigram: Path):
+    subject = valued(bigram)
+    algorithm = PPO(advantage=PLAIN)
+    samples = credit_by(subject, [(told(name="a"),), (told(reward=0.0, name="b"),)], algorithm)
+    report = subject.learn(samples, algorithm)
+    returns, values = np.repeat([1.0, 0.0], 3), np.tile([0.2, 0.6, 0.4], 2)
+    assert report.explained_variance == pytest.approx(1 - np.var(returns - values) / np.var(returns))
+    alike = subject.learn(credit_by(subject, [(told(),)], algorithm), algorithm)
+    assert alike.explained_variance is None
+    assert subject.fit([demonstration([P, U], [False, True])], SFT()).value_loss is None
+
+
+class Recorder(Optimizer):
+    """Keeps the gradient of a step and does not move."""
+
+    gradient: dict[str, torch.Tensor]
+
+    def step(self) -> tuple[float, bool]:
+        self.gradient = {name: p.grad.clone() for name, p in self._masters.items() if p.grad is not None}
+        self.discard()
+        return 0.0, False
+
+
+class CriticRecorder(Recorder):
+    def step(self) -> tuple[float, bool]:
+        super().step()
+        return 0.0, True
+
+
+def exactly(gpt2: Path, critic: Critic | None, microbatch_tokens: int = 4096) -> Learner:
+    """In float64, without moving, and with a critic that says something."""
+    subject = learner(gpt2, critic=critic, microbatch_tokens=microbatch_tokens)
+    subject.policy.module.double()
+    subject.optimizer = CriticRecorder(subject.policy.module, subject.settings)
+    if subject.critic is not None:
+        subject.critic.module.double()
+        with torch.no_grad():
+            subject.critic.head.weight.copy_(torch.linspace(-0.3, 0.4, 16))
+        subject.critic.optimizer = CriticRecorder(subject.critic.module, subject.settings)
+    return subject
+
+
+def credited_samples(count: int = 6) -> list[Sample]:
+    """With values and returns that somebody said."""
+    noise = np.random.default_rng(8)
+
+    def known(sample: Sample) -> NDArray[np.float32]:
+        return np.where(sample.mask, noise.normal(0, 0.5, len(sample)), np.nan).astype(np.float32)
+
+    return [
+        replace(sample, version=Version(0, -1), extras={"value": known(sample), "return": known(sample)})
+        for sample in random_samples(count)
+    ]
+
+
+def recorded(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    assert isinstance(optimizer, Recorder)
+    return optimizer.gradient
+
+
+@pytest.mark.parametrize("critic", CRITICS, ids=["head", "shared", "model"])
+@pytest.mark.parametrize("budget", [4096, 16])
+def test_the_gradients_of_policy_and_critic_are_those_of_finite_differences(
+    gpt2: Path, critic: Critic, budget: int
+):
+    samples, algorithm = credited_samples(), PPO(critic=critic, correction=None)
+    subject = exactly(gpt2, critic, microbatch_tokens=budget)
+    assert subject.critic is not None
+    subject.learn(samples, algorithm)
+    policy, values = recorded(subject.optimizer), recorded(subject.critic.optimizer)
+    coefficient = critic.coefficient if isinstance(critic, CriticHead) else 0.0
+    layer = "h.1.mlp.c_fc.weight"
+    assert set(values) >= {"head.weight", "head.bias"}
+    places: list[tuple[nn.Module, str, tuple[int, ...], dict[str, torch.Tensor], float]] = [
+        (subject.policy.module, f"transformer.{layer}", (5, 20), policy, coefficient),
+        (subject.critic.module, "head.weight", (3,), values, 1.0),
+        (subject.critic.module, "head.bias", (0,), values, 1.0),
+    ]
+    if isinstance(critic, CriticModel):
+        places.append((subject.critic.module, f"trunk.{layer}", (5, 20), values, 1.0))
+    for module, name, place, gradient, weight in places:
+        parameter = dict(module.named_parameters())[name]
+        changes: list[float] = []
+        for step in (1e-6, -1e-6):
+            with torch.no_grad():
+                parameter[place] += step
+            report = subject.learn(samples, algorithm)
+            changes.append(report.loss + weight * (report.value_loss or 0.0))
+            with torch.no_grad():
+                parameter[place] -= step
+        slope = (changes[0] - changes[1]) / 2e-6
+        assert float(gradient[name][place]) == pytest.approx(slope, rel=1e-4, abs=1e-8), name
+
+
+@pytest.mark.parametrize("critic", [CriticHead(), CriticModel()], ids=["head", "model"])
+def test_a_critic_apart_changes_nothing_in_the_gradient_of_the_policy(gpt2: Path, critic: Critic):
+    samples = credited_samples()
+    alone = exactly(gpt2, None)
+    alone.learn(samples, GRPO(loss=PPO().loss))
+    beside = exactly(gpt2, critic)
+    beside.learn(samples, PPO(critic=critic))
+    expected, found = recorded(alone.optimizer), recorded(beside.optimizer)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-14)
+
+
+# ---- steps ----
+
+
+def weights_of(subject: Learner) -> dict[str, torch.Tensor]:
+    state = {f"policy.{name}": value.clone() for name, value in subject.policy.module.state_dict().items()}
+    assert subject.critic is not None
+    return state | {f"critic.{name}": value.clone() for name, value in subject.critic.tensors().items()}
+
+
+def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    """Whose weights."""
+    kinds = {"policy": "policy.", "critic": "critic.weights."}
+    return {
+        who
+        for who, prefix in kinds.items()
+        if any(
+            not torch.equal(after[name], value) for name, value in before.items() if name.startswith(prefix)
+        )
+    }
+
+
+@pytest.mark.parametrize(
+    "critic", [CriticHead(warmup_steps=2), CriticModel(warmup_steps=2)], ids=["head", "model"]
+)
+def test_while_it_warms_up_the_critic_learns_alone(folder: Path, critic: Critic):
+    algorithm = PPO(critic=critic, minibatches=2)
+    subject = learner(folder, critic=critic)
+    for number in range(3):
+        before = weights_of(subject)
+        report = subject.learn(credited_samples(), algorithm)
+        assert report.refused == ""
+        assert moved(before, weights_of(subject)) == ({"critic"} if number < 2 else {"critic", "policy"})
+        assert (report.grad_norm > 0) is (number == 2)
+        assert report.entropy > 0
+        assert (subject.version is None) is (number == 2)
+    assert subject.optimizer.steps == 2
+    assert subject.critic is not None
+    assert subject.critic.optimizer.steps == 6
+
+
+def test_supervised_steps_leave_the_critic_as_it_is(folder: Path):
+    subject = learner(folder, critic=CriticModel())
+    subject.learn(credited_samples(), PPO(critic=CriticModel()))
+    before = weights_of(subject)
+    subject.fit([demonstration([1, 2, 3], [False, True, True])], SFT())
+    assert moved(before, weights_of(subject)) == {"policy"}
+    assert subject.critic is not None
+    assert subject.critic.optimizer.steps == 1
+
+
+@pytest.mark.parametrize("broken", ["policy", "critic"])
+def test_a_gradient_that_is_not_finite_moves_neither(folder: Path, broken: str):
+    subject = learner(folder, critic=CriticModel())
+    assert subject.critic is not None
+    samples = credited_samples()
+    subject.learn(samples, PPO(critic=CriticModel()))
+    before = weights_of(subject)
+    module = subject.policy.module if broken == "policy" else subject.critic.module
+    last = list(module.parameters())[-1]
+    handle = cast("Any", last).register_hook(lambda gradient: gradient * math.nan)  # pyright: ignore[reportUnknownLambdaType]
+    report = subject.learn(samples, PPO(critic=CriticModel()))
+    assert "not finite" in report.refused or "nan" in report.refused
+    assert moved(before, weights_of(subject)) == set()
+    assert (subject.step, subject.critic.batches, subject.critic.optimizer.steps) == (1, 1, 1)
+    handle.remove()
+    assert subject.learn(samples, PPO(critic=CriticModel())).refused == ""
+
+
+def test_what_a_critic_needs_is_asked_for(folder: Path):
+    subject = learner(folder, critic=CriticHead())
+    with pytest.raises(RecordError, match="program-0: a trained token has no 'value'; ask the trainer"):
+        subject.learn(random_samples(2), PPO())
+    with pytest.raises(ConfigError, match="the trainer was opened with None"):
+        learner(folder).learn(credited_samples(), PPO())
+    with pytest.raises(ConfigError, match="critic: the method has CriticModel"):
+        subject.learn(credited_samples(), PPO(critic=CriticModel()))
+    with pytest.raises(ConfigError, match="there is no critic"):
+        learner(folder).values(random_samples(1))
+
+
+# ---- what is kept, and what is refused ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("critic", CRITICS, ids=["head", "shared", "model"])
+def test_a_resumed_critic_is_the_same_to_the_last_bit(
+    tmp_path: Path, folder: Path, critic: Critic, dtype: str
+):
+    critic = critic.model_copy(update={"warmup_steps": 1})
+    algorithm, samples = PPO(critic=critic, minibatches=2), credited_samples()
+    straight = learner(folder, critic=critic, dtype=dtype)
+    for _ in range(2):
+        straight.learn(samples, algorithm)
+    path = save_checkpoint(straight, tmp_path, Version(0, 2), source=folder)
+    resumed = learner(folder, critic=critic, dtype=dtype)
+    restore_checkpoint(resumed, path)
+    assert straight.critic is not None
+    assert resumed.critic is not None
+    assert resumed.critic.batches == 2
+    straight.name(Version(0, 2))
+    for subject in (straight, resumed):
+        for _ in range(2):
+            subject.learn(samples, algorithm)
+    expected, found = weights_of(straight), weights_of(resumed)
+    assert found.keys() == expected.keys()
+    assert any(name.startswith("critic.optimizer.exp_avg.") for name in found)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    assert [v.tobytes() for v in resumed.values(samples)] == [v.tobytes() for v in straight.values(samples)]
+
+
+def test_a_checkpoint_without_this_critic_is_refused(tmp_path: Path, folder: Path):
+    none = save_checkpoint(learner(folder), tmp_path / "none", Version(0, 1), source=folder)
+    with pytest.raises(ConfigError, match=r"version-0\.1: it has no critic"):
+        restore_checkpoint(learner(folder, critic=CriticHead()), none)
+    head = learner(folder, critic=CriticHead())
+    path = save_checkpoint(head, tmp_path / "head", Version(0, 1), source=folder)
+    with pytest.raises(ConfigError, match="a critic of another shape"):
+        restore_checkpoint(learner(folder, critic=CriticModel()), path)
+    restore_checkpoint(learner(folder), path)
+
+
+@pytest.mark.parametrize("critic", [CriticHead(), CriticModel()], ids=["head", "model"])
+def test_a_publication_never_carries_the_critic(folder: Path, critic: Critic):
+    plain, beside = learner(folder), learner(folder, critic=critic)
+    expected = unique_tensors(plain.policy.module.state_dict())
+    found = unique_tensors(beside.policy.module.state_dict())
+    assert [(name, tensor.shape) for name, tensor in found] == [(n, t.shape) for n, t in expected]
+
+
+def test_a_critic_begins_as_its_own_folder_says_and_may_have_another_shape(folder: Path, tmp_path: Path):
+    other = write_model(tmp_path, layers=1, seed=7)
+    subject = learner(folder, critic=CriticModel(), critic_folder=other)
+    assert subject.critic is not None
+    assert subject.critic.module.get_submodule("trunk.layers.0") is not None
+    assert len(list(subject.critic.module.get_submodule("trunk.layers").children())) == 1
+    assert all(
+        (found[s.mask] == 0).all()
+        for s, found in zip(credited_samples(), subject.values(credited_samples()), strict=True)
+    )
+
+
+def test_a_critic_with_another_tokenizer_or_too_few_rows_is_refused_naming_both(folder: Path, tmp_path: Path):
+    other = write_model(tmp_path / "other", texts=12)
+    said = rf"critic: the tokenizers of {other} \(12 tokens\) and of the policy {folder} \(20 tokens\)"
+    with pytest.raises(ConfigError, match=said):
+        learner(folder, critic=CriticModel(), critic_folder=other)
+    small = write_model(tmp_path / "small", rows=16)
+    with pytest.raises(ConfigError, match=rf"critic {small}: it has rows for 16 tokens, the policy {folder}"):
+        learner(folder, critic=CriticModel(), critic_folder=small)
+    broken = write_model(tmp_path / "broken")
+    config = broken / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": 32}))
+    with pytest.raises(ConfigError, match=rf"critic: model {broken}: weights do not fit"):
+        learner(folder, critic=CriticModel(), critic_folder=broken)
+
+
+# ---- learning ----
+
+
+@pytest.mark.parametrize(
+    "critic",
+    [
+        CriticHead(clip=None, schedule=Schedule(learning_rate=5e-2)),
+        CriticModel(schedule=Schedule(learning_rate=5e-3)),
+    ],
+    ids=["head", "model"],
+)
+def test_single_trajectories_and_a_critic_teach_which_token_pays(folder: Path, critic: Critic):
+    """One of two prompts pays 1 more whatever is said, and the critic comes to know it."""
+    algorithm = PPO(critic=critic)
+    subject = learner(folder, critic=critic, schedule={"learning_rate": 5e-3})
+    noise = np.random.default_rng(1)
+    options = {
+        prompt: [demonstration([prompt, token], [False, True]) for token in range(20)] for prompt in (1, 2)
+    }
+    first = [float(found[1]) for found in subject.logprobs(options[1], 1.0)]
+    paying = int(np.argsort(first)[-4])
+    assert math.exp(first[paying]) < 0.2
+    reports: list[StepReport] = []
+    for number in range(1, 61):
+        tables = {p: [float(f[1]) for f in subject.logprobs(tokens, 1.0)] for p, tokens in options.items()}
+        groups: list[tuple[Trajectory, ...]] = []
+        for index in range(64):
+            prompt = 1 + index % 2
+            table = np.exp(tables[prompt])
+            token = int(noise.choice(20, p=table / table.sum()))
+            span = sampled([token], version=subject.version or V0, logprob=tables[prompt][token])
+            reward = float(prompt == 2) + float(token == paying)
+            start = Span.fed(Producer.USER, [prompt])
+            groups.append((trajectory(f"{index}", reward, group=f"{index}", sequences=((start, span),)),))
+        reports.append(subject.learn(credit_by(subject, groups, algorithm), algorithm))
+        assert reports[-1].refused == ""
+        subject.name(Version(0, number))
+    for prompt in (1, 2):
+        assert math.exp(float(subject.logprobs(options[prompt], 1.0)[paying][1])) > 0.85, prompt
+    explained = [report.explained_variance or 0.0 for report in reports]
+    assert abs(explained[0]) < 0.05
+    assert explained[-1] > 0.9
