@@ -7,6 +7,7 @@ killed goes on with the next one where it can, and its sandbox then has what eac
 """
 
 import json
+import os
 import random
 import signal
 import sqlite3
@@ -46,10 +47,14 @@ TOKEN = "token-of-the-torture"
 CLIENTS = 4
 """Cycles under way at the same time."""
 LEASE_S = 1.0
+IDLE_S = 0.1
+"""After which a sandbox is snapshotted."""
 KEPT_S = 5.0
 """Results and snapshots of a server that was killed."""
 _TURNS = 4
 _RUNGS = (*SandboxRung, SandboxRung.SNAPSHOTTED, SandboxRung.SNAPSHOTTED)
+_RESTS = 0.3
+"""How often a program waits for a while between two calls."""
 _LIVES = 4
 """Servers that one program goes on with."""
 _EPISODE = Episode(messages=(), stop_reason=StopReason.ANSWERED)
@@ -124,6 +129,7 @@ class Torture:
     async def _started(self) -> AsyncGenerator[Process]:
         server = ServerConfig(
             token=TOKEN, lease_s=LEASE_S, results_kept_s=KEPT_S, log_level="warning",
+            snapshot_idle_s=IDLE_S,
             sandbox_root=str(self.folder / "sandboxes"), state_dir=self.folder / "state",
         )  # fmt: skip
         orders = {
@@ -305,7 +311,7 @@ class _Program:
             self._seen.append(str(turn))
             moved = await client.move(self.id, run.dice.choice(_RUNGS))
             run.seen[moved.rung.value] += 1
-            if moved.rung is SandboxRung.SNAPSHOTTED:
+            if moved.rung is SandboxRung.SNAPSHOTTED or run.dice.random() < _RESTS:
                 await anyio.sleep(run.dice.uniform(0.0, 1.0))
         await client.reward(self.id, CallId("reward"), _EPISODE, timeout_s=10)
         await client.release(self.id)
@@ -389,8 +395,9 @@ def _tell_all(tell: Tell, run: Torture) -> None:
 
 def _cgroups(servers: set[str]) -> list[str]:
     """Groups that one of the servers has made and nobody has removed."""
-    folders = Path("/sys/fs/cgroup").rglob("*/")
-    return [path.name for path in folders if servers & set(path.name.split(".")) and is_orphan(path.name)]
+    # Others make and remove groups meanwhile, which `rglob` does not bear.
+    names = (name for _, names, _ in os.walk("/sys/fs/cgroup") for name in names)
+    return [name for name in names if servers & set(name.split(".")) and is_orphan(name)]
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -164,6 +164,10 @@ class ToolServerSettings(Section):
     layer_bytes: int | None = Field(default=None, ge=0)
     """Disk for what set-up commands have left; None: half of what is free at the start."""
 
+    snapshot_idle_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """A sandbox that was not used for so long is snapshotted as it runs: its program can go on when the
+    server dies.  None: only those are that step down so far."""
+
     unsafe: bool = False
     """True: tools run as plain processes of yours, isolated from nothing."""
 

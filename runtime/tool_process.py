@@ -140,6 +140,7 @@ def _orders(settings: ToolServerSettings, sandbox_root: Path) -> _Orders:
         sandbox_memory_bytes=settings.sandbox_memory_bytes,
         warm=settings.warm,
         layer_bytes=settings.layer_bytes,
+        snapshot_idle_s=settings.snapshot_idle_s,
         parent_pid=os.getpid(),
     )
     return _Orders(

@@ -26,8 +26,9 @@ _AGAIN_S = 0.5
 class Stay:
     """Written by the fleet alone.
 
-    - What its server has answered to a call, its snapshot does not have: then it ends with the server.
-    - Whether it can go on, and whether the snapshot is what the record goes on from, its next server decides.
+    - What its server has answered to a call, its snapshot does not have: then it ends with the server, unless
+      that one takes snapshots by itself.
+    - Whether it can go on, and whether its snapshot is what its record needs, is decided by the next server.
     """
 
     program_id: ProgramId
@@ -35,13 +36,17 @@ class Stay:
     task: dict[str, JsonValue]
     seed: int
     place: Place
-    ends_with_server: str = "no snapshot of it was taken"
+    ends_with_server: str = ""
     """Why it cannot go on without this server, as far as is known here; empty: it may."""
     _seen: list[CallId] = field(default_factory=list[CallId])
     _back: Pending[None] = field(default_factory=Pending[None])
     """Settled, after its server was lost, when it goes on or cannot."""
     _until_s: float = 0.0
     _resuming: anyio.Lock = field(default_factory=anyio.Lock)
+
+    def __post_init__(self) -> None:
+        if self.place.supply.snapshot_idle_s is None:
+            self.ends_with_server = "no snapshot of it was taken"
 
     def stands_at(self, place: Place) -> None:
         """From now on; it counts among what the place has taken."""
@@ -75,7 +80,8 @@ class Stay:
     def answered(self, call_id: CallId) -> None:
         """Its record has the result from now on."""
         self._seen.append(call_id)
-        self.ends_with_server = self.ends_with_server or f"call {call_id} came after its last snapshot"
+        if not self.ends_with_server and self.place.supply.snapshot_idle_s is None:
+            self.ends_with_server = f"call {call_id} came after its last snapshot"
 
     def moved(self, moved: Moved) -> None:
         if moved.rung is SandboxRung.SNAPSHOTTED:

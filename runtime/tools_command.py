@@ -64,6 +64,7 @@ def server_config(settings: ToolServeSettings) -> ServerConfig:
         sandbox_memory_bytes=settings.sandbox_memory_bytes,
         warm=settings.warm,
         layer_bytes=settings.layer_bytes,
+        snapshot_idle_s=settings.snapshot_idle_s,
     )
 
 

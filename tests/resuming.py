@@ -138,6 +138,16 @@ def rows(folder: Path) -> dict[str, int]:
         return {table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}
 
 
+def sound_rests(folder: Path) -> int:
+    return sound_rests_of(folder / "tool-server" / "state")
+
+
+def sound_rests_of(state_dir: Path) -> int:
+    """How many programs could go on."""
+    with closing(sqlite3.connect(state_dir / "journal.sqlite")) as connection:
+        return connection.execute("SELECT count(*) FROM rests WHERE why_not = ''").fetchone()[0]
+
+
 def mounts_below(folder: Path) -> list[str]:
     return [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(folder) in line]
 

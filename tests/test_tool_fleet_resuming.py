@@ -20,6 +20,7 @@ from resuming import (
     kill,
     rows,
     serving,
+    sound_rests_of,
 )
 from sandboxes import nothing_left, sandbox_root
 from sostenuto.errors import ToolServerError
@@ -243,6 +244,16 @@ async def test_a_runs_own_server_that_hangs_is_replaced_and_its_programs_go_on()
             hanging.suspend()
             await goes_on(tools, A)
             assert not hanging.is_running()
+        assert list((root / "run" / "sandboxes").iterdir()) == []
+
+
+async def test_where_idle_sandboxes_are_snapshotted_programs_go_on_without_stepping_down():
+    with sandbox_root() as root:
+        async with own(root, snapshot_idle_s=0.1) as tools:
+            await prepared(tools, A, snapshot=False)
+            await until(lambda: sound_rests_of(root / "run" / "tool_server") == 1)
+            await killed()
+            await goes_on(tools, A)
         assert list((root / "run" / "sandboxes").iterdir()) == []
 
 

@@ -22,6 +22,7 @@ from resuming import (
     rows,
     said,
     serving,
+    sound_rests,
     us,
 )
 from sandboxes import entries, sandbox_root
@@ -269,3 +270,56 @@ async def test_many_go_on_together():
                 async with anyio.create_task_group() as group:
                     for name in names:
                         group.start_soon(go_on, name)
+
+
+async def kept(root: Path, rests: int = 1) -> None:
+    """Until the journal has what programs can go on from."""
+    with anyio.fail_after(30):
+        while sound_rests(root) < rests:  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+
+
+async def test_a_sandbox_that_is_idle_is_snapshotted_as_it_runs_where_that_is_asked_for():
+    async with folder() as root:
+        root.mkdir()
+        (root / "server.toml").write_text("snapshot_idle_s = 0.1\n")
+        with serving(root, "--config", "server.toml") as (process, url):
+            async with us(url, 1) as client:
+                await client.prepare(P, NOTES, TASK)
+                await kept(root)
+                for call_id, line in (("c1", "second"), ("c2", "third")):
+                    await said(client, call_id, add(line))
+                    await kept(root)
+                assert (await client.state()).programs[0].rung is SandboxRung.RUNNING
+                assert rows(root)["snapshots"] == 1
+                # One that steps down later has its snapshot already, and one that comes back keeps it.
+                await laid_down(client)
+                await client.move(P, SandboxRung.RUNNING)
+                assert rows(root)["snapshots"] == 1
+            kill(process)
+        with serving(root, "--config", "server.toml") as (_, url):
+            async with us(url, 2) as client:
+                await client.resume(P, NOTES, TASK, seen=["c1", "c2"])
+                assert await said(client, "c3", add("fourth")) == "begun first second third fourth kept"
+                await kept(root)
+                await client.release(P)
+
+
+async def test_a_program_that_has_work_in_its_sandbox_or_cannot_resume_is_not_snapshotted_again_and_again():
+    async with folder() as root:
+        root.mkdir()
+        (root / "server.toml").write_text("snapshot_idle_s = 0.1\n")
+        with serving(root, "--config", "server.toml") as (_, url):
+            async with us(url, 1) as client:
+                await client.prepare(P, COUNTING, TASK)
+                with anyio.fail_after(30):
+                    while not rows(root)["rests"]:  # noqa: ASYNC110
+                        await anyio.sleep(0.02)
+                await said(client, "c1", add("second"))
+                busy = ProgramId("busy")
+                await client.prepare(busy, NOTES, TASK)
+                await client.shell(busy, "sleep 1000 &")
+                await anyio.sleep(1.0)
+                assert (sound_rests(root), rows(root)["snapshots"]) == (0, 0)
+                for program in (P, busy):
+                    await client.release(program)

@@ -59,6 +59,10 @@ class ServerConfig(BaseModel):
     results_kept_s: float = Field(default=600.0, gt=0)
     """After a restart, how long results of programs that ended with the last process can be fetched."""
 
+    snapshot_idle_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """A sandbox that was not used for so long is snapshotted as it runs, so that its program can go on after
+    the death of this process.  None: only those are that step down so far."""
+
     starts_at_once: int = Field(default=4, gt=0)
     """Sandboxes that may be starting at the same time."""
 

@@ -9,7 +9,7 @@
   was reached.
 - From a snapshot the shell comes back with its directory and its exported variables.
 - The snapshot stays until somebody uses the sandbox again, and `before_use` has returned: until then it is
-  what the sandbox is.
+  what the sandbox is.  So it is with one that is taken while the sandbox goes on.
 """
 
 import shlex
@@ -57,7 +57,7 @@ class Ladder:
     _rung: SandboxRung = SandboxRung.RUNNING
     _resting: Resting | None = None
     _unused: Resting | None = None
-    """What it came back from, while nobody has used it since."""
+    """What it came back from, or was snapshotted as, while nobody has used it since."""
     before_use: Callable[[], Awaitable[None]] = _nothing
     _moving: anyio.Lock = field(default_factory=lambda: anyio.Lock(fast_acquire=True))
     _users: int = 0
@@ -75,8 +75,8 @@ class Ladder:
 
     @property
     def resting(self) -> Resting | None:
-        """What it comes back from, while it is snapshotted."""
-        return self._resting
+        """What it comes back from, or has come back from and still is."""
+        return self._resting or self._unused
 
     @property
     def rung(self) -> SandboxRung:
@@ -90,6 +90,14 @@ class Ladder:
             elif not self._users and (rung is not SandboxRung.SNAPSHOTTED or not await self._rest()):
                 await self._step_down(rung)
         return self._rung
+
+    async def checkpoint(self) -> bool:
+        """Snapshot it as it runs; False, and nothing changes, if it is in use or would lose something."""
+        async with self._moving:
+            if self._users or self._rung is not SandboxRung.RUNNING or self._unused is not None:
+                return False
+            self._unused = await self._snapshotted()
+            return self._unused is not None
 
     async def _step_down(self, rung: SandboxRung) -> None:
         if self._resting is not None:

@@ -30,6 +30,7 @@ async def supply(config: ServerConfig, backend: Backend) -> Supply:
         cpus=claimable.millicpus / 1000,
         memory_bytes=claimable.memory_bytes,
         sandbox_memory_bytes=config.sandbox_memory_bytes,
+        snapshot_idle_s=config.snapshot_idle_s,
     )
 
 

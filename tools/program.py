@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from logging import getLogger
 from math import inf
 from typing import TypeVar
 
@@ -17,12 +18,13 @@ from sostenuto.tools.ladder import Ladder
 from sostenuto.tools.lifetimes import Lifetime
 from sostenuto.tools.phases import Event, Phase, accepts, advance
 from sostenuto.tools.refused import Refused
-from sostenuto.tools.rests import Standing
+from sostenuto.tools.rests import USED_MEANWHILE, Standing
 from sostenuto.tools.results import Pending, ResultLog
 from sostenuto.tools.wire import Moved, Prepared, ProgramState, Reward
 from sostenuto.types import ProgramId, SandboxRung, ToolResult
 
 T = TypeVar("T")
+log = getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +120,42 @@ class Program:
         began_s = anyio.current_time()
         reached, why_not = await ladder.move(rung), ""
         if reached is SandboxRung.SNAPSHOTTED:
-            why_not = "it was in use"
-            if not self.recorded and self.host is not None:
-                why_not = await self.standing.write(self.host, ladder)
+            why_not = await self._written_down(ladder)
         return Moved(rung=reached, elapsed_s=anyio.current_time() - began_s, ends_with_server=why_not)
+
+    async def _written_down(self, ladder: Ladder) -> str:
+        """Why not; or nothing."""
+        if self.recorded or self.host is None:
+            return USED_MEANWHILE
+        return await self.standing.write(self.host, ladder)
+
+    async def checkpoint_when_idle(self, idle_s: float, limiter: anyio.CapacityLimiter) -> None:
+        """Snapshot its sandbox, and write down what it goes on from, whenever it was not used for so long."""
+        seen = -1
+        while True:
+            unused_s = anyio.current_time() - self.lifetime.used_s
+            if self.running or unused_s < idle_s:
+                await anyio.sleep(idle_s if self.running else idle_s - unused_s)
+                continue
+            if self.standing.changes != seen:
+                seen = self.standing.changes
+                async with limiter:
+                    why_not = await self._checkpoint()
+                if why_not:
+                    log.info("it ends with its server: %s", why_not)
+                    return
+            await anyio.sleep(idle_s)
+
+    async def _checkpoint(self) -> str:
+        """Why there is no use in trying again; or nothing."""
+        if self.sandbox is None:
+            return "it has no sandbox"
+        try:
+            why_not = await self._written_down(self.sandbox) if await self.sandbox.checkpoint() else ""
+        except SostenutoError as error:
+            log.warning("its sandbox could not be snapshotted: %s", error)
+            return ""
+        return "" if why_not == USED_MEANWHILE else why_not
 
     async def use_sandbox(self, use: Callable[[Ladder], Awaitable[T]], what: str) -> T:
         """What `use` returns; it is cancelled with the one who asked and with the program."""

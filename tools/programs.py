@@ -106,6 +106,7 @@ class Programs:
         for owner in self._remains.owners:
             self._owners.begin(owner, config.lease_s)
         self._counters = Counter[str](dict.fromkeys(COUNTERS, 0))
+        self._checkpoints = anyio.CapacityLimiter(config.starts_at_once)
         self._closed = False
 
     async def prepare(self, program_id: ProgramId, request: PrepareRequest) -> Prepared:
@@ -306,6 +307,8 @@ class Programs:
         program.idempotent = frozenset(tool.name for tool in prepared.tools if tool.idempotent)
         async with anyio.create_task_group() as program.tasks:
             program.move(Event.PREPARED)
+            if (idle_s := self._config.snapshot_idle_s) is not None:
+                program.tasks.start_soon(program.checkpoint_when_idle, idle_s, self._checkpoints)
             self._counters["prepared"] += 1
             program.prepared.settle(prepared)
             await program.outlive()

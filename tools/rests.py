@@ -26,6 +26,7 @@ from sostenuto.types import ProgramId
 log = getLogger(__name__)
 
 _SAVE_S = 15.0
+USED_MEANWHILE = "it was used while it was written down"
 
 
 class Rest(BaseModel):
@@ -65,11 +66,13 @@ class Standing:
     async def write(self, host: Host, ladder: Ladder) -> str:
         """Write down what the program, for which nothing runs, goes on from; why it could not, or nothing."""
         resting, changes = ladder.resting, self.changes
-        if resting is None or not self.journal.keeps:
-            return "no snapshot of it is there" if resting is None else "its server has no state_dir"
+        if not self.journal.keeps:
+            return "its server has no state_dir"
+        if resting is None:
+            return USED_MEANWHILE
         row = await self._row(host, resting)
         if self.changes != changes or ladder.resting is not resting:
-            return "it was used while it was written down"
+            return USED_MEANWHILE
         self.may_be_there = True
         await self.journal.rest_comes(self.program, row)
         return row.why_not

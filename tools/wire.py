@@ -266,6 +266,8 @@ class Supply(Wire):
     """What sandboxes may take together, each counted with its limit; None: no bound."""
     warm_memory_bytes: int = Field(default=0, ge=0)
     """What those may take, by their limits, that were started ahead and that no program has yet."""
+    snapshot_idle_s: float | None = None
+    """Sandboxes that were not used for so long are snapshotted; None: only those that step down so far."""
 
 
 class Refusal(Wire):
