@@ -373,6 +373,7 @@ def submitted_for(spec: ProgramSpec, lease_s: float) -> Submitted:
         trainable_until=spec.trainable_until,
         sandbox=SandboxClaim(memory_bytes=0 if spec.history else spec.environment.memory_bytes),
         has_environment=spec.history is None,
+        is_urgent=spec.priority < 0,
     )
 
 

@@ -28,6 +28,7 @@ from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig, Section, load_toml
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, Stragglers, WarmStart
 from sostenuto.runtime.jobs.prefixes import Prefixes
+from sostenuto.runtime.jobs.sampling import Sampling
 from sostenuto.runtime.jobs.teacher import Teacher
 from sostenuto.runtime.models import resolve_model
 from sostenuto.trainer.algorithms import GRPO, AnyAlgorithm
@@ -103,6 +104,8 @@ class TrainFile(_JobFile):
     refills: int = Field(default=1, ge=0)
     stragglers: Stragglers | None = None
     eval_every: int = Field(default=0, ge=0)
+    eval_sampling: Sampling = Sampling()
+    eval_beside: bool = False
     save_every: int = Field(default=0, ge=0)
     algorithm: AnyAlgorithm = GRPO()
     reference: str | None = None
@@ -150,6 +153,7 @@ class EvalFile(_JobFile):
 
     tasks: TaskSection
     temperatures: tuple[float, ...] = (1.0, 0.0)
+    sampling: Sampling = Sampling()
 
     async def job(self) -> EvalJob:
         environment = self.environment_class()
@@ -158,6 +162,7 @@ class EvalFile(_JobFile):
             model=await resolve_model(self.model),
             tasks=self.tasks.load(environment),
             temperatures=self.temperatures,
+            sampling=self.sampling,
             options=self.options,
             limits=self.limits,
             truncation=self.truncation,

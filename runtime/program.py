@@ -84,7 +84,7 @@ class ProgramSpec:
     """The same for all members of a group."""
     group_size: int = 1
     priority: int = 0
-    """In the queues of tools: smaller ones have their turn first."""
+    """In the queues of tools: smaller ones have their turn first.  Below 0 the scheduler hurries, too."""
     routed_experts: bool = False
     """Record which experts of a mixture-of-experts model each token was routed to."""
     trainable_until: Version | None = None

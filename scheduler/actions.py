@@ -37,6 +37,8 @@ class Submitted:
     sandbox: SandboxClaim = NO_CLAIM
     has_environment: bool = True
     """Whether one is made for it; without, it takes no place among live programs and needs only an engine."""
+    is_urgent: bool = False
+    """It goes before all that are not, for an environment, also in the reserved places, and for an engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,8 @@ from sostenuto.types import EngineId, ProgramId
 
 E = TypeVar("E", bound=ProgramEvent)
 T = TypeVar("T", TurnEnded, ToolReturned)
+_URGENT = 1 << 40
+"""So much younger in rank is who has to go before all others."""
 _Handler = Callable[[Any, float], list[Action]]
 
 
@@ -182,7 +184,10 @@ class Frame(ABC):
     def _may_prepare(self, now_s: float) -> bool:
         """Whether one more environment may be made now."""
         del now_s
-        return len(self._housed) < self._settings.live_programs
+        oldest = self._queued.oldest()
+        is_urgent = oldest is not None and self._programs[oldest[1]].is_urgent
+        reserved = 0 if is_urgent else self._settings.reserved_programs
+        return len(self._housed) < self._settings.live_programs - reserved
 
     def _held_on(self, seat: EngineSeat) -> list[Program]:
         """Programs whose KV is there."""
@@ -224,10 +229,12 @@ class Frame(ABC):
             self._late_events += 1
             return []
         limit = self._settings.queue_limit
-        if event.has_environment and limit is not None and len(self._queued) >= limit:
+        is_bounded = event.has_environment and not event.is_urgent
+        if is_bounded and limit is not None and len(self._queued) >= limit:
             return [TurnAway(event.program_id, self._retry_after_s(now_s))]
         self._submitted += 1
-        program = Program.submitted(event, self._submitted, now_s)
+        rank = self._submitted - (_URGENT if event.is_urgent else 0)
+        program = Program.submitted(event, rank, now_s)
         self._programs[program.id] = program
         program.waits_for(Reason.SANDBOX, now_s)
         if not program.has_environment:

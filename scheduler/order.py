@@ -2,6 +2,7 @@
 
 Groups finish together: the members of a group have the place of its first member, a group of which little
 is missing comes before the others, and a record that is about to become too stale to be trained before all.
+Urgent programs, those of an evaluation, come before these.
 """
 
 from collections.abc import Iterator
@@ -83,6 +84,8 @@ class Order:
             group.members[program.id] = program
 
     def key(self, program: Program, deployed: Version | None) -> Key:
+        if program.is_urgent:
+            return (0, -1, program.rank, program.rank)
         group = self._groups.get(program.group) if program.group is not None else None
         stale = _staleness_class(program, deployed)
         if group is None:

@@ -53,6 +53,7 @@ class Program:
     trainable_until: Version | None = None
     sandbox: SandboxClaim = NO_CLAIM
     has_environment: bool = True
+    is_urgent: bool = False
     submitted_s: float = 0.0
     expires_s: float = NEVER
     """A queued program holds nothing and needs no lease."""
@@ -100,6 +101,7 @@ class Program:
             trainable_until=event.trainable_until,
             sandbox=event.sandbox,
             has_environment=event.has_environment,
+            is_urgent=event.is_urgent,
             submitted_s=now_s,
             since_s=now_s,
         )

@@ -1,6 +1,8 @@
 """What a user can set of the scheduler."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class SchedulerSettings(BaseModel):
@@ -8,6 +10,9 @@ class SchedulerSettings(BaseModel):
 
     live_programs: int = Field(default=256, gt=0)
     """Programs with an environment at one time, prepared or being prepared; those without do not count."""
+
+    reserved_programs: int = Field(default=0, ge=0)
+    """Of these, places that only programs of an evaluation take."""
 
     prepare_ahead: int | None = Field(default=None, gt=0)
     """Environments that may be prepared before there is KV for them; None: as many as measurements say."""
@@ -17,3 +22,12 @@ class SchedulerSettings(BaseModel):
 
     queue_limit: int | None = Field(default=None, gt=0)
     """Programs that may wait for an environment; more are turned away.  None: no limit."""
+
+    @model_validator(mode="after")
+    def _leaves_room(self) -> Self:
+        if self.reserved_programs >= self.live_programs:
+            raise ValueError(
+                f"reserved_programs {self.reserved_programs} leaves nothing of live_programs "
+                f"{self.live_programs}; reserve fewer"
+            )
+        return self

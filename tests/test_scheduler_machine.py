@@ -192,7 +192,9 @@ class Shell(RuleBasedStateMachine):
         program_id = ProgramId(f"p{self.count:03}")
         self.agents[program_id] = Agent(footprint=Footprint(0, shared_of(group)))
         trainable = None if until is None else Version(0, until)
-        self.feed(Submitted(program_id, LEASE_S, group, 3, trainable, SandboxClaim(memory_bytes=1)), after_s)
+        urgent = group is None and self.count % 3 == 0
+        claim = SandboxClaim(memory_bytes=1)
+        self.feed(Submitted(program_id, LEASE_S, group, 3, trainable, claim, is_urgent=urgent), after_s)
 
     @rule(data=st.data(), tokens=st.integers(1, 110), after_s=STEP_S)
     def prepared(self, data: st.DataObject, tokens: int, after_s: float) -> None:

@@ -11,14 +11,14 @@ from sostenuto.runtime.jobs.workshop import Premises, Say, open_workshop
 
 
 async def assess(job: EvalJob, premises: Premises, say: Say) -> JobResult:
-    """Run every task once at each temperature."""
+    """Run every task at each temperature."""
     folder, diary = job.model_folder(), Diary(anyio.current_time())
     with lone_error():
         async with open_workshop(premises, job, of_agents=job.is_agent) as shop:
             say(JobStarted(job.name, str(folder), shop.dispatcher.version, premises.isolation))
             evaluation = Evaluation(
                 job.tasks, job.environment(), job.limits,
-                seed=job.seed, name=job.name, truncation=job.truncation,
+                seed=job.seed, name=job.name, truncation=job.truncation, sampling=job.sampling,
             )  # fmt: skip
             for temperature in job.temperatures:
                 told, _ = await evaluation.run(

@@ -1,8 +1,9 @@
 """What a job says while it runs, and what it comes to.  Values; all times in seconds."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import TypeAdapter
 
@@ -39,18 +40,32 @@ class WarmStartChecked:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Held-out tasks, each run once."""
+    """Held-out tasks, each run as often as was asked for."""
 
     step: int
     version: Version
+    """That was deployed when it began."""
     temperature: float
     programs: int
     """That were scored."""
     failed: int
     reward: float
-    """Mean over the scored ones."""
+    """Mean over tasks of the mean over their scored programs."""
     turns: float
     elapsed_s: float
+    tasks: int = 0
+    """With a scored program."""
+    versions: tuple[Version, ...] = ()
+    """That sampled, all of them: one, unless a newer one opened meanwhile."""
+    low: float = math.nan
+    high: float = math.nan
+    """The 95 % interval of the reward; NaN of one task alone."""
+    interval: str = "none"
+    """How that was computed: wilson, student, none; see runtime/jobs/estimates.py."""
+    pass_at: dict[int, float] = field(default_factory=dict[int, float])
+    """The estimated chance that one of k samples on a task succeeds, by k."""
+    stops: dict[str, int] = field(default_factory=dict[str, int])
+    """Scored programs by why their last turn was the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +232,13 @@ _JSON = TypeAdapter(dict[str, Any])
 
 def as_json(event: JobEvent, *, at: str) -> bytes:
     """One line of the event log; `at` is the wall time."""
-    fields = {
-        key: str(value) if isinstance(value, Version) else value for key, value in asdict(event).items()
-    }
+    fields = {key: _plain(value) for key, value in asdict(event).items()}
     return _JSON.dump_json({"at": at, "event": type(event).__name__, **fields})
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Version):
+        return str(value)
+    if isinstance(value, tuple):
+        return [_plain(part) for part in cast("tuple[object, ...]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

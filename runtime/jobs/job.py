@@ -13,6 +13,7 @@ from sostenuto.envs.registry import environment_ref
 from sostenuto.envs.task import Draw, Tasks
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.jobs.prefixes import Prefixes, check_prefixes
+from sostenuto.runtime.jobs.sampling import Sampling
 from sostenuto.runtime.jobs.teacher import Teacher, check_teachers
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.trainer.algorithms import GRPO, Algorithm
@@ -109,8 +110,9 @@ class EvalJob(_Job):
 
     tasks: Tasks[Any] | Sequence[BaseModel]
     temperatures: tuple[float, ...] = (1.0, 0.0)
-    """Each task once at each of them; 0 is greedy."""
+    """Each task at each of them; 0 is greedy."""
     truncation: Truncation = field(default_factory=Truncation)
+    sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         if not len(self.tasks):
@@ -151,6 +153,9 @@ class RLJob(_Job):
     eval_tasks: Tasks[Any] | Sequence[BaseModel] = ()
     eval_every: int = 0
     """In steps; 0: before and after training alone."""
+    eval_sampling: Sampling = field(default_factory=Sampling)
+    eval_beside: bool = False
+    """Training goes on during an evaluation, which then may sample under several versions, and says which."""
     save_every: int = 0
     """In steps; 0: at the end alone."""
     shuffle_rewards: bool = False

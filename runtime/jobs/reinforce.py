@@ -5,6 +5,7 @@ no group may start while one is open, ready or being learnt from.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import anyio
 
@@ -78,13 +79,17 @@ async def _train(
         replace(plan_of(job), source=source), shop.rollouts, lambda: shop.dispatcher.version, say
     )
     try:
-        async with anyio.create_task_group() as generation:
+        async with anyio.create_task_group() as beside, anyio.create_task_group() as generation:
             generation.start_soon(supply.generate)
             with shop.rollouts.ended_by_errors():
                 for step in range(1, job.steps + 1):
                     await _step(job, shop, trainer, supply, diary, say, step)
                     if job.eval_every and step % job.eval_every == 0 and step < job.steps:
-                        await _evaluate_if_asked(job, shop, diary, say, step=step)
+                        evaluate = partial(_evaluate_if_asked, job, shop, diary, say, step=step)
+                        if job.eval_beside:
+                            beside.start_soon(evaluate)
+                        else:
+                            await evaluate()
                     if job.save_every and step % job.save_every == 0 and step < job.steps:
                         await _save(shop.premises, trainer, diary, say, step, shop.dispatcher.version)
             shop.rollouts.cancelled_by = JOB_OVER
@@ -129,8 +134,9 @@ async def _evaluate_if_asked(job: RLJob, shop: Workshop, diary: Diary, say: Say,
     if not len(job.eval_tasks):
         return
     evaluation = Evaluation(
-        job.eval_tasks, job.environment(), job.limits, seed=job.seed, name=f"{job.name}-{step}"
-    )
+        job.eval_tasks, job.environment(), job.limits,
+        seed=job.seed, name=f"{job.name}-{step}", sampling=job.eval_sampling,
+    )  # fmt: skip
     for temperature in (job.algorithm.temperature, 0.0):
         told, _ = await evaluation.run(
             shop.rollouts, temperature=temperature, step=step, version=shop.dispatcher.version

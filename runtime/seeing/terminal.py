@@ -66,12 +66,7 @@ class Terminal:
             case StepTrained():
                 self._step(event)
             case Evaluated():
-                greedy = "greedy" if event.temperature == 0 else f"sampled at T={event.temperature:g}"
-                failed = f", {event.failed} failed" if event.failed else ""
-                self._line(
-                    f"held-out, step {event.step}, {greedy}: [bold]{event.reward:.3f}[/] "
-                    f"({event.programs} programs{failed}, {event.elapsed_s:.1f} s)"
-                )
+                self._line(_held_out(event))
             case _:
                 self._other(event)
 
@@ -140,6 +135,18 @@ class Terminal:
 
     def _line(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _held_out(told: Evaluated) -> str:
+    how = "greedy" if told.temperature == 0 else f"sampled at T={told.temperature:g}"
+    about = "" if told.interval == "none" else f" [{told.low:.3f}, {told.high:.3f}]"
+    ks = "".join(f", pass@{k} {share:.3f}" for k, share in sorted(told.pass_at.items()) if k > 1)
+    failed = f", {told.failed} failed" if told.failed else ""
+    mixed = f", versions {told.versions[0]} to {told.versions[-1]}" if len(told.versions) > 1 else ""
+    return (
+        f"held-out, step {told.step}, {how}: [bold]{told.reward:.3f}[/]{escape(about)}{ks} "
+        f"({told.programs} programs{failed}{mixed}, {told.elapsed_s:.1f} s)"
+    )
 
 
 def show_result(console: Console, result: JobResult) -> None:
