@@ -11,7 +11,7 @@ from benchmarks.telling import Telling, end_in_order
 PARTS = {
     "engines": ("decode", "memory", "exactness", "fleet", "adapters", "speculation"),
     "learning": ("methods",),
-    "gateway": ("cost", "pressure", "fuzz", "schema", "clients"),
+    "gateway": ("cost", "pressure", "fuzz", "schema", "clients", "conformance"),
 }
 
 

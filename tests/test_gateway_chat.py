@@ -9,6 +9,7 @@ from gateways import HELLO, LOOK, Front, Json, Reply, always, events_of, fronted
 from hosts import until
 from scripted import calls, says, write_tokenizer_folder
 from sostenuto.runtime.config import GatewaySettings
+from sostenuto.runtime.engines.wire import Feature
 from sostenuto.runtime.gateway.terms import Terms
 from sostenuto.scheduler.settings import SchedulerSettings
 
@@ -359,3 +360,16 @@ async def test_a_minted_key_beats_every_hint_and_ends_with_its_program(model: Pa
         sessions.end(resident)
         gone = await front.chat(HELLO, headers=headers)
         assert (gone.status, gone.json["error"]["code"]) == (401, "program_over")
+
+
+async def test_tokens_of_log_probabilities_can_be_named_by_their_ids(model: Path):
+    engine = {"features": frozenset({Feature.TOP_LOGPROBS})}
+    async with fronted(model, always("yes"), engine=engine) as front:
+        asked: Json = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+        (plain,) = (await front.chat(HELLO, **asked)).json["choices"]
+        (named,) = (await front.chat(HELLO, **asked, return_tokens_as_token_ids=True)).json["choices"]
+        told = named["logprobs"]["content"]
+        assert [entry["token"] for entry in told] == [f"token_id:{id_}" for id_ in named["token_ids"]]
+        assert told[0]["top_logprobs"][0]["token"] == told[0]["token"]
+        assert [e["logprob"] for e in told] == [e["logprob"] for e in plain["logprobs"]["content"]]
+        assert plain["logprobs"]["content"][0]["token"] not in {entry["token"] for entry in told}

@@ -1,7 +1,7 @@
 """Tokens as clients read them: texts, bytes and log-probabilities."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sostenuto.runtime.rendering.vocabulary import Vocabulary
 
@@ -14,6 +14,11 @@ class TokenText:
     text: str
     logprob: float
     top: tuple[tuple[int, str, float], ...] = ()
+
+    def by_id(self) -> "TokenText":
+        """Named by ids instead of texts, which several tokens may share."""
+        top = tuple((token_id, f"token_id:{token_id}", value) for token_id, _, value in self.top)
+        return replace(self, text=f"token_id:{self.token_id}", top=top)
 
 
 class Texts:

@@ -231,6 +231,12 @@ def open_family(
     return None
 
 
+def family_renderer(folder: ModelFolder, name: str) -> LibraryRenderer:
+    """A family by its name, whatever the folder's own template says."""
+    vocabulary = Vocabulary(folder.tokenizer_json)
+    return LibraryRenderer(_create(name, _Tokenizer(folder, vocabulary)), vocabulary, wrapped_tools=True)
+
+
 def _create(name: str, tokenizer: _Tokenizer) -> _Family:
     """The library is untyped, and slow to import for models that it does not know."""
     config = import_module("renderers.configs").config_from_name(name)

@@ -1,7 +1,8 @@
 """`/v1/chat/completions`, as OpenAI, vLLM and SGLang agree on it.
 
 Beside OpenAI's own keys: `return_token_ids` gives `prompt_token_ids` and each choice's `token_ids`, and
-`top_k`, `min_p`, `repetition_penalty` and `stop_token_ids` mean what they mean to the engines.
+`return_tokens_as_token_ids` names tokens of log-probabilities by them, as `token_id:7`; `top_k`, `min_p`,
+`repetition_penalty` and `stop_token_ids` mean what they mean to the engines.
 """
 
 import json
@@ -107,6 +108,7 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[Count, Field(le=20)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, Any] | None = None
@@ -259,7 +261,8 @@ def _logprobs(told: Told, chat: ChatBody, served: Served) -> Json | None:
     if not chat.logprobs:
         return None
     reply = told.reply
-    return logprobs_json(served.texts.logprobs(reply.token_ids, reply.logprobs, reply.top_logprobs))
+    tokens = served.texts.logprobs(reply.token_ids, reply.logprobs, reply.top_logprobs)
+    return logprobs_json([token.by_id() for token in tokens] if chat.return_tokens_as_token_ids else tokens)
 
 
 def _choice(chat: ChatBody) -> Choice:
