@@ -9,9 +9,10 @@ is due: an engine is kept clear for it, nothing else starts there, and KV is tak
 one turn there; what decodes when the engine is claimed ends its turn first.
 """
 
-from collections import OrderedDict
 from itertools import islice
 from math import ceil
+
+from sortedcontainers import SortedDict
 
 from sostenuto.scheduler.program import Program
 from sostenuto.types import ProgramId
@@ -21,8 +22,10 @@ class Patience:
     """Everybody who is runnable, longest waiting first."""
 
     def __init__(self) -> None:
-        # Asked for its first again and again while others leave: a dict would pass over the gaps each time.
-        self._runnable = OrderedDict[ProgramId, Program]()
+        # Not a dict: it passes over gaps to find its first, and is copied whole when it grows.
+        self._line = SortedDict[int, Program]()
+        self._places: dict[ProgramId, int] = {}
+        self._came = 0
         self._ahead: dict[ProgramId, int] = {}
         self.longest_turn_s = 0.0
         self.longest_bound_s = 0.0
@@ -30,31 +33,34 @@ class Patience:
         self.longest_wait_s = 0.0
 
     def __len__(self) -> int:
-        return len(self._runnable)
+        return len(self._line)
 
     def __contains__(self, program: Program) -> bool:
-        return program.id in self._runnable
+        return program.id in self._places
 
     def everybody(self) -> list[Program]:
-        return list(self._runnable.values())
+        return list(self._line.values())
 
     def began_to_wait(self, program: Program) -> None:
         """Nothing to do for one that waits already: it keeps its place."""
-        if program.id not in self._runnable:
-            self._ahead[program.id] = len(self._runnable)
-            self._runnable[program.id] = program
+        if program.id not in self._places:
+            self._came += 1
+            self._ahead[program.id] = len(self._line)
+            self._places[program.id] = self._came
+            self._line[self._came] = program
 
     def stopped_waiting(self, program: Program) -> None:
-        self._runnable.pop(program.id, None)
-        self._ahead.pop(program.id, None)
+        place = self._places.pop(program.id, None)
+        if place is not None:
+            del self._line[place]
+            del self._ahead[program.id]
 
     def is_anybody_due(self, until_s: float) -> bool:
-        longest = next(iter(self._runnable.values()), None)
-        return longest is not None and longest.runnable_since_s <= until_s
+        return len(self._line) > 0 and self._line.peekitem(0)[1].runnable_since_s <= until_s
 
     def due(self, until_s: float, most: int) -> list[Program]:
         """Those who have been runnable since `until_s` or longer, longest first."""
-        longest = islice(self._runnable.values(), most)
+        longest = islice(self._line.values(), most)
         return [program for program in longest if program.runnable_since_s <= until_s]
 
     def served(self, program: Program, now_s: float, patience_s: float, engines: int) -> None:
