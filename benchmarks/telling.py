@@ -30,5 +30,13 @@ class Telling:
 
 
 def end_in_order() -> None:
-    """Let SIGTERM unwind what runs: the engines that were started are ended with it."""
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    """Let SIGTERM unwind what runs: the engines that were started are ended with it.
+
+    Another one meanwhile is ignored: make tells its commands what it was told itself.
+    """
+    signal.signal(signal.SIGTERM, _end)
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)

@@ -40,7 +40,8 @@ async def wait():
         await anyio.sleep_forever()
     finally:
         with anyio.CancelScope(shield=True):
-            await anyio.sleep(0)
+            print("ending", flush=True)
+            await anyio.sleep(0.5)
             print("ended", flush=True)
 
 end_in_order()
@@ -54,6 +55,8 @@ async def test_a_measurement_that_is_told_to_end_ends_what_it_has_started():
         assert process.stdout is not None
         said = BufferedByteReceiveStream(process.stdout)
         assert await said.receive_until(b"\n", 16) == b"ready"
+        process.send_signal(signal.SIGTERM)
+        assert await said.receive_until(b"\n", 16) == b"ending"
         process.send_signal(signal.SIGTERM)
         assert await said.receive_until(b"\n", 16) == b"ended"
         assert await process.wait() == 128 + signal.SIGTERM
