@@ -27,6 +27,7 @@ from sostenuto.envs.task import Tasks
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig, Section, load_toml
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, Stragglers, WarmStart
+from sostenuto.runtime.jobs.phases import Phase
 from sostenuto.runtime.jobs.prefixes import Prefixes
 from sostenuto.runtime.jobs.sampling import Sampling
 from sostenuto.runtime.jobs.teacher import Teacher
@@ -114,6 +115,7 @@ class TrainFile(_JobFile):
     prefixes: tuple[Prefixes, ...] = ()
     critic: str | None = None
     """As `model`; of the model that a critic of kind "model" begins as."""
+    phases: tuple[Phase, ...] = ()
     learner: LearnerSettings = LearnerSettings()
     warm_start: WarmStart | None = None
 

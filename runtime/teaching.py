@@ -46,7 +46,7 @@ class Lessons:
         self._teachers = job.teachers
         self._histories = histories
         self._engines = engines
-        self._top_logprobs = (job.algorithm.teaching and job.algorithm.teaching.top_k) or 0
+        self._top_logprobs = _most_asked(job)
         self._places = {
             teacher.name: anyio.CapacityLimiter(teacher.engine.concurrency or _TOGETHER)
             for teacher in self._teachers
@@ -145,11 +145,15 @@ async def _engine_of(teacher: Teacher, job: RLJob, premises: Premises) -> AsyncG
 
 async def _try(engine: Engine, teacher: Teacher, job: RLJob) -> None:
     """Ask once for what every program will be asked for; EngineError when it cannot be told."""
-    teaching = job.algorithm.teaching
-    top = (teaching and teaching.top_k) or 0
-    request = ScoreRequest(token_ids=[0, 0], start=1, temperature=job.algorithm.temperature, top_logprobs=top)
+    temperature, top = job.algorithm.temperature, _most_asked(job)
+    request = ScoreRequest(token_ids=[0, 0], start=1, temperature=temperature, top_logprobs=top)
     with boundary(EngineError, f"teachers: {teacher.name}"):
         await engine.score(request)
+
+
+def _most_asked(job: RLJob) -> int:
+    """How many of a teacher's likeliest tokens a method of the job needs."""
+    return max((a.teaching.top_k or 0 for a in job.algorithms if a.teaching is not None), default=0)
 
 
 def check_tokenizers(student: Path, teachers: Sequence[Teacher]) -> None:

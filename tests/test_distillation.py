@@ -18,10 +18,11 @@ from sostenuto.runtime.config import EngineEntry, RuntimeConfig, ToolServerSetti
 from sostenuto.runtime.job_file import load_train_file
 from sostenuto.runtime.jobs.events import StepTrained
 from sostenuto.runtime.jobs.job import RLJob
+from sostenuto.runtime.jobs.phases import Phase
 from sostenuto.runtime.jobs.teacher import Teacher, assigned
 from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.runtime import Runtime
-from sostenuto.trainer.algorithms import GRPO, OPD, Algorithm
+from sostenuto.trainer.algorithms import GRPO, OPD, Algorithm, Reinforce
 from sostenuto.trainer.client import TrainerClient
 from sostenuto.trainer.parts import Teaching
 from sostenuto.trainer.samples import trajectory_samples
@@ -128,6 +129,39 @@ async def test_a_teacher_with_another_tokenizer_is_refused_before_anything_runs(
     assert "teachers: math" in str(refused.value)
 
 
+async def test_a_teacher_first_and_then_rewards_in_one_job(tmp_path: Path, models: dict[str, Path]):
+    """What was sampled before a phase began is learnt by the method of the step that uses it."""
+    rewards = Phase(from_step=2, algorithm=GRPO(group_size=4, zero_spread="keep"))
+    job = a_job(
+        models, OPD(group_size=4), Teacher(model=models["even"]), groups_per_step=2, phases=(rewards,),
+    )  # fmt: skip
+    steps, records = await run(tmp_path, job)
+    taught, rewarded = steps
+    assert taught.report.teacher_kl is not None
+    assert rewarded.report.teacher_kl is None
+    assert [step.report.samples for step in steps] == [8, 8]
+    assert all(record.teacher == "teacher" for record in records)
+
+
+@pytest.mark.parametrize(
+    ("phases", "wrong"),
+    [
+        ((Phase(from_step=1, algorithm=OPD(group_size=4)),), r"begin at steps \[1\] of 2; .* from 2 on"),
+        ((Phase(from_step=3, algorithm=OPD(group_size=4)),), r"begin at steps \[3\] of 2"),
+        ((Phase(from_step=2, algorithm=OPD()),), "group_size is 1 and algorithm has 4"),
+        (
+            (Phase(from_step=2, algorithm=GRPO(group_size=4)),),
+            "zero_spread is 'skip' and algorithm has 'keep'",
+        ),
+    ],
+)
+def test_phases_that_cannot_follow_each_other_are_refused(
+    models: dict[str, Path], phases: tuple[Phase, ...], wrong: str
+):
+    with pytest.raises(ConfigError, match=wrong):
+        a_job(models, OPD(group_size=4), Teacher(model="m"), phases=phases)
+
+
 class Question(BaseModel):
     domain: str
     level: int = 0
@@ -189,6 +223,10 @@ async def test_a_file_names_teachers(tmp_path: Path, models: dict[str, Path]):
         tasks = {{ factory = "fakes_training:numbers", arguments = {{ count = 4 }} }}
         algorithm = {{ method = "opd", teaching = {{ bound = 5 }} }}
 
+        [[phases]]
+        from_step = 3
+        algorithm = {{ method = "reinforce" }}
+
         [[teachers]]
         name = "even"
         model = "{models["even"]}"
@@ -204,4 +242,5 @@ async def test_a_file_names_teachers(tmp_path: Path, models: dict[str, Path]):
     assert [teacher.name for teacher in job.teachers] == ["even", "rest"]
     assert job.teachers[1].engine.url == "http://gpu-2:30000"
     assert job.algorithm.teaching == Teaching(bound=5)
+    assert [type(job.algorithm_at(step)) for step in (1, 2, 3)] == [OPD, OPD, Reinforce]
     assert assigned(job.teachers, "Parity", Number(number=2).model_dump()).name == "even"

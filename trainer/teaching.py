@@ -48,7 +48,7 @@ class Teachers:
         """
         model = self._models.get(batch.teacher)
         if model is None:
-            return self._recorded_distance(batch, temperature)
+            return self._recorded_distance(part, batch, temperature)
 
         def compare(logits: Tensor, others: Tensor) -> Tensor:
             ours = (logits / temperature).log_softmax(-1)
@@ -67,8 +67,8 @@ class Teachers:
         with torch.no_grad():
             return token_logprobs(model, batch, temperature)
 
-    def _recorded_distance(self, batch: MicroBatch, temperature: float) -> Tensor:
-        ids, logprobs = _recorded(batch, TEACHER_TOP_IDS), _recorded(batch, TEACHER_TOP)
+    def _recorded_distance(self, part: Teaching, batch: MicroBatch, temperature: float) -> Tensor:
+        ids, logprobs = (_recorded(batch, name)[:, : part.top_k] for name in (TEACHER_TOP_IDS, TEACHER_TOP))
         count = ids.shape[-1]
 
         def compare(logits: Tensor, given: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ async def credited(job: RLJob, groups: Groups, trainer: Scorer, step: int) -> li
     """The samples of a batch, each trained token with its advantage."""
     if job.shuffle_rewards:
         groups = _with_rewards_shuffled(groups, seed_of("shuffle", job.seed, step))
-    return await credited_by(job.algorithm, groups, trainer)
+    return await credited_by(job.algorithm_at(step), groups, trainer)
 
 
 async def credited_by(algorithm: Algorithm, groups: Groups, trainer: Scorer) -> list[Sample]:

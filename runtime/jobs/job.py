@@ -12,6 +12,7 @@ from sostenuto.envs.environment import Environment
 from sostenuto.envs.registry import environment_ref
 from sostenuto.envs.task import Draw, Tasks
 from sostenuto.errors import ConfigError
+from sostenuto.runtime.jobs.phases import Phase, check_phases, method_at
 from sostenuto.runtime.jobs.prefixes import Prefixes, check_prefixes
 from sostenuto.runtime.jobs.sampling import Sampling
 from sostenuto.runtime.jobs.teacher import Teacher, check_teachers
@@ -138,6 +139,8 @@ class RLJob(_Job):
     """Histories that the student continues by one turn each, beside its own whole rollouts."""
     critic: str | Path | None = None
     """Folder of the model that a critic of kind "model" begins as; None: the model as it begins."""
+    phases: tuple[Phase, ...] = ()
+    """Other methods from some steps on, such as rewards after a teacher; `algorithm` is the first."""
     warm_start: WarmStart | None = None
     groups_per_step: int = 8
     max_staleness: int = 1
@@ -168,19 +171,37 @@ class RLJob(_Job):
         if self.max_staleness < 0:
             raise ConfigError(f"max_staleness: {self.max_staleness}; give 0 or more")
         _check_flow(self)
-        if self.reference is not None and self.algorithm.kl is None:
+        check_phases(self.algorithm, self.phases, self.steps)
+        if self.reference is not None and not self._has_reference:
             raise ConfigError("reference: nothing is compared with it; give algorithm.kl, or leave it out")
-        check_teachers(self.teachers, self.algorithm, self.env.__name__, self.tasks)
+        check_teachers(self.teachers, self.algorithms, self.env.__name__, self.tasks)
         check_prefixes(self.prefixes, self.teachers)
+        if self.prefixes and self.algorithm.critic is not None:
+            raise ConfigError(
+                "prefixes: a critic learns from rewards, and a turn from a history has none; leave them out"
+            )
         if self.critic is not None and not isinstance(self.algorithm.critic, CriticModel):
             raise ConfigError(
                 "critic: no critic of this method begins as a model; "
                 'give algorithm.critic = { kind = "model" }, or leave it out'
             )
 
+    @property
+    def algorithms(self) -> tuple[Algorithm, ...]:
+        """Of all phases."""
+        return (self.algorithm, *(phase.algorithm for phase in self.phases))
+
+    def algorithm_at(self, step: int) -> Algorithm:
+        """What the batch of this step is learnt by."""
+        return method_at(step, self.algorithm, self.phases)
+
+    @property
+    def _has_reference(self) -> bool:
+        return any(algorithm.kl is not None for algorithm in self.algorithms)
+
     def reference_folder(self) -> Path | None:
         """None when nothing is compared with a reference.  ConfigError when it is no folder here."""
-        if self.algorithm.kl is None:
+        if not self._has_reference:
             return None
         return local_folder(self.model if self.reference is None else self.reference, "reference")
 

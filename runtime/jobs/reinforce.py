@@ -114,7 +114,7 @@ async def _step(
     deployed = shop.dispatcher.version
     clock.taken(anyio.current_time())
     samples = await credited(job, [group.members for group in batch.groups], trainer, step)
-    report = await trainer.learn(samples, job.algorithm)
+    report = await trainer.learn(samples, job.algorithm_at(step))
     supply.trained(batch.groups, refused=report.refused)
     clock.learnt(anyio.current_time())
     clock.pause_s = await _publish(shop, trainer, step=step)

@@ -67,21 +67,22 @@ def assigned(teachers: Sequence[Teacher], environment: str, task: Mapping[str, J
 
 
 def check_teachers(
-    teachers: Sequence[Teacher], algorithm: Algorithm, environment: str, tasks: object
+    teachers: Sequence[Teacher], algorithms: Sequence[Algorithm], environment: str, tasks: object
 ) -> None:
-    """ConfigError unless the method has a use for teachers and has them, and each listed task has one."""
-    teaching = algorithm.teaching
-    if (teaching is None) == bool(teachers):
+    """ConfigError unless a method has a use for teachers and has them, and each listed task has one."""
+    taught = [algorithm for algorithm in algorithms if algorithm.teaching is not None]
+    if bool(taught) != bool(teachers):
         raise ConfigError(
             "teachers: nothing is learnt from them; give algorithm.teaching, or leave them out"
             if teachers
-            else f"teachers: {algorithm.method} learns from a teacher, and there is none; give one"
+            else f"teachers: {taught[0].method} learns from a teacher, and there is none; give one"
         )
     names = [teacher.name for teacher in teachers]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"teachers: the name {min(twice)!r} is there twice; give each its own")
     for teacher in teachers:
-        _check_place(teacher, algorithm)
+        for algorithm in taught:
+            _check_place(teacher, algorithm)
     chosen = [teacher for teacher in teachers if not teacher.is_default]
     if chosen and isinstance(tasks, Tasks | Sequence):
         _check_tasks(teachers, environment, cast("Iterable[object]", tasks))

@@ -48,6 +48,7 @@ def _of_step(event: StepTrained) -> dict[str, float]:
         "mismatch/mean_abs_dlogp": report.mean_abs_dlogp,
         "mismatch/max_abs_dlogp": report.max_abs_dlogp,
         "mismatch/k3": report.mismatch_k3,
+        "learn/teacher_kl": report.teacher_kl,
     }
     return {
         "reward/mean": event.reward,

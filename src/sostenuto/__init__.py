@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sostenuto.runtime.jobs.job import RLJob as RLJob
     from sostenuto.runtime.jobs.job import RolloutJob as RolloutJob
     from sostenuto.runtime.jobs.job import WarmStart as WarmStart
+    from sostenuto.runtime.jobs.phases import Phase as Phase
     from sostenuto.runtime.jobs.prefixes import Prefixes as Prefixes
     from sostenuto.runtime.jobs.serve import ServeJob as ServeJob
     from sostenuto.runtime.jobs.teacher import Teacher as Teacher
@@ -112,6 +113,7 @@ _HOME = {
     "StopReason": "types",
     "TIS": "trainer.parts",
     "OPD": "trainer.algorithms",
+    "Phase": "runtime.jobs.phases",
     "Prefixes": "runtime.jobs.prefixes",
     "Teacher": "runtime.jobs.teacher",
     "Teaching": "trainer.parts",
@@ -157,6 +159,7 @@ __all__ = [
     "Limits",
     "McpServer",
     "Message",
+    "Phase",
     "Prefixes",
     "RLJob",
     "Registry",
