@@ -28,8 +28,9 @@ from sostenuto.runtime.jobs.workshop import Say
 from sostenuto.runtime.quickstart.job import QuickstartResult, default_config, quickstart
 from sostenuto.runtime.run_directory import RunDirectory, settled_ledger
 from sostenuto.runtime.runtime import Runtime
-from sostenuto.runtime.seeing.records import Curve, tensorboard
+from sostenuto.runtime.seeing.records import Curve
 from sostenuto.runtime.seeing.terminal import Terminal, show_ledger, show_result
+from sostenuto.runtime.seeing.trackers import trackers
 from sostenuto.runtime.serve_command import serve
 from sostenuto.runtime.tools_command import tools
 
@@ -126,7 +127,7 @@ def _follow(config: RuntimeConfig, run: Callable[[Say], Awaitable[R]]) -> R:
     with ExitStack() as stack:
         terminal = stack.enter_context(Terminal(console))
         _make(config.directory)
-        board = stack.enter_context(tensorboard(config.directory / "tensorboard"))
+        board = stack.enter_context(trackers(config.trackers, config.directory))
         stack.callback(_draw, curve, config.directory / "curve.png")
 
         def say(event: JobEvent) -> None:

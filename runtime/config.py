@@ -311,6 +311,9 @@ class RuntimeConfig(Section):
     scheduler: SchedulerSettings = SchedulerSettings()
     gateway: GatewaySettings = GatewaySettings()
 
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Where `sostenuto train` and `eval` log scalars; the last two where they are installed."""
+
     trace: Path | None = None
     """Each finished program adds a line there, which `sostenuto bench` can replay."""
 

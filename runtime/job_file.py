@@ -26,6 +26,7 @@ from sostenuto.envs.registry import Registry
 from sostenuto.envs.task import Tasks
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig, Section, load_toml
+from sostenuto.runtime.jobs.alarms import AlarmSettings
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, Stragglers, WarmStart
 from sostenuto.runtime.jobs.phases import Phase
 from sostenuto.runtime.jobs.prefixes import Prefixes
@@ -108,6 +109,7 @@ class TrainFile(_JobFile):
     eval_sampling: Sampling = Sampling()
     eval_beside: bool = False
     save_every: int = Field(default=0, ge=0)
+    alarms: AlarmSettings = AlarmSettings()
     algorithm: AnyAlgorithm = GRPO()
     reference: str | None = None
     """As `model`; of the model that `algorithm.kl` is measured from."""

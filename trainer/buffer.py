@@ -153,7 +153,7 @@ class Buffer:
 
     def room(self, deployed: Version, max_staleness: int, *, per_version: int, learning: int) -> int:
         """Groups that may start now; `learning` were taken, and their version is not deployed yet."""
-        return self.sampler.admit(self._standing(deployed, max_staleness, per_version, learning))
+        return self.sampler.admit(self.standing(deployed, max_staleness, per_version, learning))
 
     def take(
         self, groups: int, deployed: Version, max_staleness: int, *, per_version: int = 0, used: int = 0
@@ -165,11 +165,11 @@ class Buffer:
         were taken since the last one.
         """
         dropped = self._cast_out(lambda group: self._unusable(group, deployed, max_staleness))
-        standing = self._standing(deployed, max_staleness, per_version or groups, used)
+        standing = self.standing(deployed, max_staleness, per_version or groups, used)
         evicted = self.sampler.evict(standing)
         if evicted:
             dropped += self._cast_out(lambda group: _evicted(group, evicted))
-            standing = self._standing(deployed, max_staleness, per_version or groups, used)
+            standing = self.standing(deployed, max_staleness, per_version or groups, used)
         batch = self._selected(standing, groups)
         skipped = [group for group in batch if self._zero_spread == "skip" and not group.has_signal]
         for group in skipped:
@@ -181,9 +181,19 @@ class Buffer:
         self, deployed: Version, max_staleness: int, *, per_version: int, learning: int
     ) -> tuple[Aborted, ...]:
         """Forget the running groups that the sampler gives up; their members are the caller's to end."""
-        standing = self._standing(deployed, max_staleness, per_version, learning)
+        standing = self.standing(deployed, max_staleness, per_version, learning)
         reasons = {group.group_id: self.sampler.should_abort(group, standing) for group in standing.running}
         return tuple(self._abort(group_id, why) for group_id, why in reasons.items() if why)
+
+    def standing(self, deployed: Version, max_staleness: int, per_version: int, learning: int) -> Standing:
+        """What a sampler decides on; `learning` groups were taken, and their version is not open yet."""
+        running = tuple(
+            RunningGroup(group_id, group.place, group.started, len(group.members), len(group.ended))
+            for group_id, group in self._open.items()
+        )
+        return Standing(
+            deployed, max_staleness, per_version, learning, self._openings, tuple(self._ready), running
+        )
 
     @property
     def group_ids(self) -> tuple[GroupId, ...]:
@@ -201,15 +211,6 @@ class Buffer:
         self._ready.clear()
         self._drained = reason
         return tuple(dropped)
-
-    def _standing(self, deployed: Version, max_staleness: int, per_version: int, learning: int) -> Standing:
-        running = tuple(
-            RunningGroup(group_id, group.place, group.started, len(group.members), len(group.ended))
-            for group_id, group in self._open.items()
-        )
-        return Standing(
-            deployed, max_staleness, per_version, learning, self._openings, tuple(self._ready), running
-        )
 
     def _cast_out(self, fault_of: Callable[[ReadyGroup], tuple[Dropped, ...]]) -> list[Dropped]:
         faults = [(group, fault_of(group)) for group in self._ready]

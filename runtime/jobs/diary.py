@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from sostenuto.records import Trajectory
+from sostenuto.runtime.jobs.alarms import Alarms, AlarmSettings
 from sostenuto.runtime.jobs.events import Evaluated, JobResult, StepTrained, TimeSplit
 from sostenuto.runtime.jobs.supply import Batch
 from sostenuto.runtime.ledger import LedgerStatistics
@@ -75,6 +76,7 @@ class Diary:
     """One job's; its recipe is the only writer."""
 
     began_s: float
+    alarms: Alarms = field(default_factory=lambda: Alarms(AlarmSettings()))
     evaluations: list[Evaluated] = field(default_factory=list[Evaluated])
     steps: list[StepTrained] = field(default_factory=list[StepTrained])
     checkpoint: Path | None = None

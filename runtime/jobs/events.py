@@ -69,6 +69,33 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class FlowSeen:
+    """A batch's programs, the skipped ones included, and the groups behind them when it was taken."""
+
+    success: float
+    """Share of programs that have succeeded, by `eval_sampling.success`."""
+    spread: float
+    """Mean over groups of the standard deviation of their rewards."""
+    zero_spread: float
+    """Share of groups with equal rewards."""
+    buffered: int
+    """Groups that are ready and wait."""
+    buffered_staleness: int
+    """Of the oldest of them."""
+    in_flight: int
+    """Groups that run."""
+    in_flight_staleness: int
+    """Of the one that was opened first, if it were used now."""
+    versions_mean: float
+    """Versions that have sampled one program."""
+    versions_max: int
+    cut_short: float
+    """Share of programs that a limit on tokens ended."""
+    stops: dict[str, int]
+    """Programs by why their last turn was the last."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepTrained:
     """One batch taken, learnt and published."""
 
@@ -92,6 +119,21 @@ class StepTrained:
     publish_s: float
     pause_s: float
     """Decoding stood still for the swap."""
+    flow: FlowSeen | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something is wrong with training; it goes on."""
+
+    step: int
+    name: str
+    value: float
+    threshold: float
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.value:.3g} at step {self.step}, above {self.threshold:g}: {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +257,7 @@ JobEvent = (
     | WarmStartChecked
     | Evaluated
     | StepTrained
+    | Alarm
     | Published
     | Dropped
     | Replaced

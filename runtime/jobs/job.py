@@ -12,6 +12,7 @@ from sostenuto.envs.environment import Environment
 from sostenuto.envs.registry import environment_ref
 from sostenuto.envs.task import Draw, Tasks
 from sostenuto.errors import ConfigError
+from sostenuto.runtime.jobs.alarms import AlarmSettings
 from sostenuto.runtime.jobs.phases import Phase, check_phases, method_at
 from sostenuto.runtime.jobs.prefixes import Prefixes, check_prefixes
 from sostenuto.runtime.jobs.sampling import Sampling
@@ -161,6 +162,7 @@ class RLJob(_Job):
     """Training goes on during an evaluation, which then may sample under several versions, and says which."""
     save_every: int = 0
     """In steps; 0: at the end alone."""
+    alarms: AlarmSettings = field(default_factory=AlarmSettings)
     shuffle_rewards: bool = False
     """A control: rewards change places among the programs of a batch, so that nothing can be learnt."""
 

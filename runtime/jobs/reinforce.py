@@ -4,12 +4,14 @@ Generation and learning run side by side; with `max_staleness = 0` the same code
 no group may start while one is open, ready or being learnt from.
 """
 
+import logging
 from dataclasses import replace
 from functools import partial
 
 import anyio
 
 from sostenuto.errors import lone_error
+from sostenuto.runtime.jobs.alarms import Alarms
 from sostenuto.runtime.jobs.continuing import open_continuations
 from sostenuto.runtime.jobs.crediting import credited
 from sostenuto.runtime.jobs.diary import Diary, StepClock, step_trained
@@ -19,6 +21,7 @@ from sostenuto.runtime.jobs.job import RLJob, TaskSource
 from sostenuto.runtime.jobs.plan import plan_of
 from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.jobs.warm_start import warm_start
+from sostenuto.runtime.jobs.watching import flow_seen
 from sostenuto.runtime.jobs.workshop import Premises, Say, Workshop, open_workshop
 from sostenuto.runtime.teaching import models_beside, open_lessons
 from sostenuto.trainer.client import TrainerClient
@@ -26,10 +29,12 @@ from sostenuto.types import Version
 
 JOB_OVER = "job_over"
 
+_log = logging.getLogger(__name__)
+
 
 async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
     """Run the whole job: warm start, evaluation, steps, evaluation, checkpoint."""
-    folder, diary = job.model_folder(), Diary(anyio.current_time())
+    folder, diary = job.model_folder(), Diary(anyio.current_time(), Alarms(job.alarms))
     continuations = await open_continuations(job)
     with lone_error():
         async with (
@@ -113,6 +118,7 @@ async def _step(
     batch = await supply.take()
     deployed = shop.dispatcher.version
     clock.taken(anyio.current_time())
+    flow = flow_seen((*batch.groups, *batch.skipped), supply.standing, job.eval_sampling.success)
     samples = await credited(job, [group.members for group in batch.groups], trainer, step)
     report = await trainer.learn(samples, job.algorithm_at(step))
     supply.trained(batch.groups, refused=report.refused)
@@ -121,8 +127,12 @@ async def _step(
     supply.deployed()
     clock.published(anyio.current_time())
     told = step_trained(batch, report, clock, deployed, shop.dispatcher.version, step, job.steps)
+    told = replace(told, flow=flow)
     diary.step(told)
     say(told)
+    for alarm in diary.alarms.look(told):
+        _log.warning("%s: %s", job.name, alarm)
+        say(alarm)
 
 
 async def _publish(shop: Workshop, trainer: TrainerClient, *, step: int) -> float:

@@ -24,7 +24,7 @@ from sostenuto.runtime.jobs.plan import Plan
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.trainer.buffer import Buffer, ReadyGroup, Taken
 from sostenuto.trainer.buffer import Dropped as DroppedProgram
-from sostenuto.trainer.samplers import open_sampler
+from sostenuto.trainer.samplers import Standing, open_sampler
 from sostenuto.types import GroupId, Outcome, OutcomeKind, Version
 
 TRAINED = Outcome(OutcomeKind.TRAINED)
@@ -144,6 +144,13 @@ class GroupSupply:
         self._learning -= 1
         self._drop(group.drop(reason, detail))
         self._notify()
+
+    @property
+    def standing(self) -> Standing:
+        """What is behind the groups that were handed out."""
+        return self._buffer.standing(
+            self._deployed(), self._plan.max_staleness, self._plan.groups_per_step, self._learning
+        )
 
     @property
     def in_hand(self) -> tuple[ReadyGroup, ...]:

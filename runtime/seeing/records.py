@@ -1,71 +1,9 @@
-"""What a job leaves for later eyes: TensorBoard scalars and the reward curve as a picture."""
+"""What a job leaves for later eyes: the reward curve as a picture."""
 
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sostenuto.errors import Unsupported
 from sostenuto.runtime.jobs.events import Evaluated, JobEvent, StepTrained
-from sostenuto.runtime.jobs.workshop import Say
-
-
-@contextmanager
-def tensorboard(folder: Path) -> Generator[Say]:
-    """Write scalars of every step and evaluation under `folder`, which is made with the first of them."""
-    try:
-        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingTypeStubs]
-    except ModuleNotFoundError as error:
-        raise Unsupported(f"jobs need {error.name}: pip install 'sostenuto[train]'") from error
-
-    with ExitStack() as stack:
-
-        @cache
-        def writer() -> Any:  # noqa: ANN401 - the library has no types
-            made: Any = SummaryWriter(str(folder))
-            stack.callback(made.close)
-            return made
-
-        def say(event: JobEvent) -> None:
-            if isinstance(event, StepTrained | Evaluated):
-                for name, value in _scalars(event).items():
-                    writer().add_scalar(name, value, global_step=event.step)
-
-        yield say
-
-
-def _scalars(event: StepTrained | Evaluated) -> dict[str, float]:
-    if isinstance(event, StepTrained):
-        return _of_step(event)
-    how = "greedy" if event.temperature == 0 else "sampled"
-    return {f"held_out/{how}": event.reward, "held_out/failed": event.failed}
-
-
-def _of_step(event: StepTrained) -> dict[str, float]:
-    report = event.report
-    mismatch = {
-        "mismatch/mean_abs_dlogp": report.mean_abs_dlogp,
-        "mismatch/max_abs_dlogp": report.max_abs_dlogp,
-        "mismatch/k3": report.mismatch_k3,
-        "learn/teacher_kl": report.teacher_kl,
-    }
-    return {
-        "reward/mean": event.reward,
-        "reward/skipped_groups": event.skipped,
-        "staleness/mean": event.staleness_mean,
-        "staleness/max": event.staleness_max,
-        "learn/loss": report.loss,
-        "learn/grad_norm": report.grad_norm,
-        "learn/rate": report.learning_rate,
-        "learn/entropy": report.entropy,
-        "learn/clip_share": report.clip_share,
-        "time/wait_s": event.wait_s,
-        "time/learn_s": event.learn_s,
-        "time/publish_s": event.publish_s,
-        "time/pause_s": event.pause_s,
-        **{name: value for name, value in mismatch.items() if value is not None},
-    }
 
 
 class Curve:

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sostenuto.runtime.jobs.events import (
+    Alarm,
     Dropped,
     Evaluated,
     GivenUp,
@@ -92,7 +93,7 @@ class Terminal:
                     f"warm start, step {event.step}: lessons {event.lessons_exact:.3f} exact, "
                     f"answers {event.answers_exact:.3f} exact; gate {state}"
                 )
-            case Dropped() | Replaced() | GivenUp():
+            case Dropped() | Replaced() | GivenUp() | Alarm():
                 self._lost(event)
             case NoSignal(groups, reward):
                 self._line(
@@ -113,13 +114,15 @@ class Terminal:
             case _:
                 pass
 
-    def _lost(self, event: Dropped | Replaced | GivenUp) -> None:
+    def _lost(self, event: Dropped | Replaced | GivenUp | Alarm) -> None:
         match event:
             case Dropped(reason, programs, detail):
                 if reason not in _EXPECTED:
                     self._line(escape(f"{programs} programs dropped: {reason} {detail}"))
             case Replaced(program, by, reason):
                 self._line(escape(f"{program} was started anew as {by}: {reason}"))
+            case Alarm():
+                self._line(f"[red]{escape(str(event))}[/]")
             case GivenUp(group, programs, reason, again):
                 then = "its task is started anew" if again else "its task is left out"
                 told = escape(f"{group} was given up ({programs} programs): {reason}; {then}")
