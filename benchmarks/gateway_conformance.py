@@ -6,6 +6,7 @@ with random weights.  Both suites are installed in the environment of `gateway_e
 """
 
 import json
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -79,6 +80,8 @@ _GROUPS = {"token": 1, "rand:1:8": 5, "one": 1 << 20}
 """Tokens that come together, by the suite's names."""
 _SHAPE = ModelShape(layers=2, hidden=64, heads=4, feed_forward=128, context_tokens=4096)
 
+_TURN_TOKENS = 1024
+"""Of a reply; random weights seldom end one."""
 _PEAKED = 50.0
 """Times the output layer's weights."""
 
@@ -87,11 +90,12 @@ def measure_conformance(tell: Tell, *, quick: bool) -> None:
     del quick
     commands = clients_folder()
     _tell_records(tell, commands)
-    report = anyio.run(_validated, commands)
+    report, forced = anyio.run(_asked, commands)
     for line in report["findings"]:
         print(f"# {line}", file=sys.stderr)
     level = float(report["capture_level"] == "tokens" and report["ok"])
     tell("OpenEnv's validate_llm: tokens with aligned log-probabilities", level, "bool", ">= 1")
+    tell("canitoolcall's probe of a forced call, random weights, checks passed", forced, "count", ">= 3")
     processed = float(report["logprobs_mode"] == "processed")
     tell("OpenEnv's validate_llm: log-probabilities are processed", processed, "bool", ">= 1")
 
@@ -225,15 +229,26 @@ def _peaked_model(folder: Path) -> Path:
     return folder
 
 
-async def _validated(commands: Path) -> dict[str, Any]:
-    """What `validate_llm` says of a gateway."""
+async def _asked(commands: Path) -> tuple[dict[str, Any], int]:
+    """What `validate_llm` says of a gateway, and the checks of a forced call that pass there."""
     with tempfile.TemporaryDirectory(prefix="sostenuto-validate-") as name:
         place = Path(name)
         model = await anyio.to_thread.run_sync(_peaked_model, place / "model")
-        config = so.RuntimeConfig(directory=place / "run")
+        config = so.RuntimeConfig(
+            directory=place / "run", gateway=so.GatewaySettings(turn_tokens=_TURN_TOKENS)
+        )
         async with so.Runtime(config) as runtime, runtime.serve(so.ServeJob(model=str(model))) as gateway:
             script = str(Path(__file__).with_name("gateway_validate_side.py"))
-            command: Sequence[str] = [str(commands / "python"), script, gateway.url, model.name]
-            ended = await anyio.run_process(command, check=False)
-        print(ended.stderr.decode()[-4000:], file=sys.stderr)
-        return json.loads(ended.stdout.decode().splitlines()[-1])
+            said = await _printed([str(commands / "python"), script, gateway.url, model.name])
+            probe = [str(commands / "canitoolcall"), "probe", "--base-url", f"{gateway.url}/v1"]
+            probed = json.loads(await _printed([*probe, "--model", model.name, "--json", "-"]))
+        outcomes = [one for one in probed["outcomes"] if one["scenario_id"] == "forced-tool-choice"]
+        for outcome in outcomes:
+            print(f"# {outcome}", file=sys.stderr)
+        return json.loads(said.splitlines()[-1]), sum(one["status"] == "pass" for one in outcomes)
+
+
+async def _printed(command: Sequence[str]) -> str:
+    ended = await anyio.run_process(command, check=False, env={**os.environ, "OPENAI_API_KEY": "none"})
+    print(ended.stderr.decode()[-4000:], file=sys.stderr)
+    return ended.stdout.decode()

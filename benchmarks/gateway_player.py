@@ -12,6 +12,7 @@ from sostenuto.runtime.engines.wire import (
     Capabilities,
     CommitReply,
     CommitRequest,
+    Feature,
     FinishReason,
     GenerateReply,
     GenerateRequest,
@@ -65,6 +66,8 @@ class Player:
             version=_VERSION,
             dtype="float32",
             threads=1,
+            # It says what it has to say, and whoever wrote its lines keeps to the schemas.
+            features=frozenset({Feature.GRAMMAR}),
         )
 
     async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
