@@ -93,11 +93,14 @@ NOTES, COUNTING, SAVING, FAILING = map(environment_ref, (Notes, Counting, Saving
 
 
 @contextmanager
-def serving(folder: Path, *options: str) -> Generator[tuple[subprocess.Popen[str], str]]:
+def serving(folder: Path, *options: str, settings: str = "") -> Generator[tuple[subprocess.Popen[str], str]]:
     """`served` on the folder's state, with bubblewrap; its workers know this module.
 
-    One that was not killed ends in order.
+    One that was not killed ends in order.  Leases are long unless `settings`, lines of TOML, say otherwise.
     """
+    folder.mkdir(exist_ok=True)
+    (folder / "server.toml").write_text(settings if "lease_s" in settings else f"lease_s = 600\n{settings}")
+    options = ("--config", "server.toml", *options)
     path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
     variables = {VARIABLE: TOKEN, "PYTHONPATH": path}
     with served(folder, "--sandbox", "bubblewrap", *options, **variables) as (process, url):

@@ -100,7 +100,7 @@ async def machine() -> AsyncGenerator[Machine]:
 
 
 @asynccontextmanager
-async def fleet_of(made: Machine, lease_s: float = 1.0) -> AsyncGenerator[ToolFleet]:
+async def fleet_of(made: Machine, lease_s: float = 3.0) -> AsyncGenerator[ToolFleet]:
     async with open_fleet([link(made.url, token=TOKEN, lease_s=lease_s)]) as fleet:
         yield fleet
 
@@ -115,7 +115,7 @@ async def back(made: Machine, fleet: ToolFleet) -> None:
     await until(lambda: bool(fleet.living))
 
 
-@pytest.mark.parametrize("lease_s", [1.0, 30.0], ids=["lost", "back before its lease is over"])
+@pytest.mark.parametrize("lease_s", [3.0, 30.0], ids=["lost", "back before its lease is over"])
 async def test_programs_that_rest_go_on_and_the_others_say_why_not(lease_s: float):
     async with machine() as made, fleet_of(made, lease_s) as fleet:
         await prepared(fleet, A)
@@ -238,7 +238,7 @@ async def test_a_run_starts_its_own_server_again_and_its_programs_go_on(monkeypa
 
 async def test_a_runs_own_server_that_hangs_is_replaced_and_its_programs_go_on():
     with sandbox_root() as root:
-        async with own(root, lease_s=1.0) as tools:
+        async with own(root, lease_s=3.0) as tools:
             await prepared(tools, A)
             hanging = own_server()
             hanging.suspend()

@@ -27,10 +27,12 @@ from resuming import (
 )
 from sandboxes import entries, sandbox_root
 from sostenuto.errors import EnvironmentFailure, ToolServerError
+from sostenuto.tools.client import ToolServerClient
 from sostenuto.tools.refused import Interrupted
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.types import CallId, ProgramId, SandboxRung, ToolCall
 
+IDLE = "snapshot_idle_s = 0.1"
 COUNT = ToolCall("next", "{}")
 WAIT = ToolCall("wait", '{"seconds": 0}')
 
@@ -43,22 +45,31 @@ async def folder() -> AsyncGenerator[Path]:
         await assert_nothing_left(root / "one")
 
 
-async def laid_down_and_killed(
-    root: Path, environment: EnvironmentRef = NOTES, *calls: tuple[str, ToolCall]
-) -> None:
-    """A server on the folder ran these calls, snapshotted the sandbox, and was killed."""
+@asynccontextmanager
+async def killed(root: Path, epoch: int = 1) -> AsyncGenerator[ToolServerClient]:
+    """A server on the folder, which is killed at the end."""
     with serving(root) as (process, url):
-        async with us(url, 1) as client:
-            await client.prepare(P, environment, TASK)
-            for call_id, call in calls:
-                await said(client, call_id, call)
-            await laid_down(client)
+        async with us(url, epoch) as client:
+            yield client
         kill(process)
+
+
+async def begun(
+    client: ToolServerClient, name: str, environment: EnvironmentRef = NOTES, *calls: tuple[str, ToolCall]
+) -> ProgramId:
+    """A program that has made these calls, whose sandbox is then snapshotted."""
+    program = ProgramId(name)
+    await client.prepare(program, environment, TASK)
+    for call_id, call in calls:
+        await said(client, call_id, call, program)
+    await laid_down(client, program)
+    return program
 
 
 async def test_a_program_goes_on_after_its_server_was_killed_and_killed_again():
     async with folder() as root:
-        await laid_down_and_killed(root, NOTES, ("c1", add("second")))
+        async with killed(root) as client:
+            await begun(client, P, NOTES, ("c1", add("second")))
         for epoch in (2, 3):
             with serving(root) as (process, url):
                 async with us(url, epoch) as client:
@@ -76,200 +87,121 @@ async def test_a_program_goes_on_after_its_server_was_killed_and_killed_again():
                 await client.release(P)
 
 
-async def test_a_sandbox_that_came_back_and_was_not_used_is_still_what_its_snapshot_is():
+async def test_what_has_not_changed_since_its_snapshot_goes_on():
     async with folder() as root:
-        with serving(root) as (process, url):
-            async with us(url, 1) as client:
-                await client.prepare(P, NOTES, TASK)
-                await laid_down(client)
-                for _ in range(2):
-                    assert (await client.move(P, SandboxRung.RUNNING)).rung is SandboxRung.RUNNING
-                    await laid_down(client)
-                await client.move(P, SandboxRung.RUNNING)
-                assert rows(root)["snapshots"] == 1
-            kill(process)
-        with serving(root) as (process, url):
-            async with us(url, 2) as client:
-                await client.resume(P, NOTES, TASK)
-                assert await said(client, "c1", add("second")) == "begun first second kept"
-                await client.release(P)
-
-
-@pytest.mark.parametrize(
-    ("call", "why"),
-    [(add("second"), "it was calling add"), (WAIT, "it was calling wait")],
-)
-async def test_what_a_call_may_have_changed_since_the_snapshot_does_not_go_on(call: ToolCall, why: str):
-    async with folder() as root:
-        with serving(root) as (process, url):
-            async with us(url, 1) as client:
-                await client.prepare(P, NOTES, TASK)
-                await laid_down(client)
-                await said(client, "c1", call)
-            kill(process)
+        async with killed(root) as client:
+            many = [await begun(client, f"p{number}") for number in range(4)]
+            back = await begun(client, "back")
+            for _ in range(2):
+                assert (await client.move(back, SandboxRung.RUNNING)).rung is SandboxRung.RUNNING
+                await laid_down(client, back)
+            await client.move(back, SandboxRung.RUNNING)
+            assert rows(root)["snapshots"] == 5
+            saving = await begun(client, "saving", SAVING, ("c1", COUNT))
+            unheard = await begun(client, "unheard", NOTES, ("c1", add("second")))
         with serving(root) as (_, url):
             async with us(url, 2) as client:
-                with pytest.raises(ToolServerError, match=f"p cannot go on: {why} since its last snapshot"):
-                    await client.resume(P, NOTES, TASK, seen=["c1"])
-                assert rows(root)["snapshots"] == 0
-                await client.release(P)
 
+                async def goes_on(program: ProgramId) -> None:
+                    await client.resume(program, NOTES, TASK)
+                    assert await said(client, "c1", add("second"), program) == "begun first second kept"
+                    await client.release(program)
 
-async def test_a_command_from_outside_changes_the_sandbox_too():
-    async with folder() as root:
-        with serving(root) as (process, url):
-            async with us(url, 1) as client:
-                await client.prepare(P, NOTES, TASK)
-                await laid_down(client)
-                await client.write(P, "log", b"")
-            kill(process)
-        with serving(root) as (_, url):
-            async with us(url, 2) as client:
-                with pytest.raises(ToolServerError, match="its sandbox was used since its last snapshot"):
-                    await client.resume(P, NOTES, TASK)
-                await client.release(P)
-
-
-async def test_one_that_was_never_snapshotted_says_so_and_its_results_are_there():
-    async with folder() as root:
-        with serving(root) as (process, url):
-            async with us(url, 1) as client:
-                await client.prepare(P, NOTES, TASK)
-                await said(client, "c1", add("second"))
-                await anyio.sleep(0.5)  # what ended is written within one commit, which nobody waits for
-            kill(process)
-        with serving(root) as (_, url):
-            async with us(url, 1) as client:
-                with pytest.raises(ToolServerError, match="p cannot go on: no snapshot of it was taken"):
-                    await client.resume(P, NOTES, TASK, seen=["c1"])
-                assert await said(client, "c1", add("second")) == "begun first second kept"
-                with pytest.raises(Interrupted, match="ended with the tool server that ran it"):
-                    await said(client, "c2", add("third"))
-                await client.release(P)
-
-
-async def test_a_record_that_has_more_than_the_snapshot_does_not_go_on_from_it():
-    async with folder() as root:
-        await laid_down_and_killed(root, NOTES, ("c1", add("second")))
-        with serving(root) as (_, url):
-            async with us(url, 2) as client:
                 with pytest.raises(ToolServerError, match="has the result of call 'c2', and its snapshot is"):
-                    await client.resume(P, NOTES, TASK, seen=["c1", "c2"])
-                # A reply that was lost on its way is no reason: it is asked for again.
-                await client.resume(P, NOTES, TASK)
-                assert await said(client, "c1", add("second")) == "begun first second kept"
-                await client.release(P)
-
-
-async def test_what_an_environment_keeps_outside_of_its_sandbox_comes_back_if_it_saves_that():
-    async with folder() as root:
-        await laid_down_and_killed(root, SAVING, ("c1", COUNT))
-        with serving(root) as (_, url):
-            async with us(url, 2) as client:
-                await client.resume(P, SAVING, TASK, seen=["c1"])
+                    await client.resume(unheard, NOTES, TASK, seen=["c1", "c2"])
+                async with anyio.create_task_group() as group:
+                    # A reply that was lost on its way is no obstacle: it is asked for again.
+                    for program in (*many, back, unheard):
+                        group.start_soon(goes_on, program)
+                await client.resume(saving, SAVING, TASK, seen=["c1"])
                 # `resume` has written a file, so that its snapshot is not what it was.
-                assert await client.read(P, "resumed") == b"first"
-                assert await said(client, "c2", COUNT) == "12"
-                await client.release(P)
+                assert await client.read(saving, "resumed") == b"first"
+                assert await said(client, "c2", COUNT, saving) == "12"
+                await client.release(saving)
 
 
-async def test_an_environment_that_keeps_something_and_does_not_save_it_is_not_resumed():
+async def test_what_does_not_go_on_says_why_and_its_results_are_there():
     async with folder() as root:
-        with serving(root) as (process, url):
-            async with us(url, 1) as client:
-                await client.prepare(P, COUNTING, TASK)
-                assert "keeps count outside of its sandbox" in (await laid_down(client)).ends_with_server
-                assert await said(client, "c1", COUNT) == "11"
-                await laid_down(client)
-            kill(process)
+        async with killed(root) as client:
+            called = await begun(client, "called")
+            await said(client, "c1", add("second"), called)
+            waited = await begun(client, "waited")
+            await said(client, "c1", WAIT, waited)
+            written = await begun(client, "written")
+            await client.write(written, "log", b"")
+            fresh = ProgramId("fresh")
+            await client.prepare(fresh, NOTES, TASK)
+            counting = ProgramId("counting")
+            await client.prepare(counting, COUNTING, TASK)
+            assert (
+                "keeps count outside of its sandbox" in (await laid_down(client, counting)).ends_with_server
+            )
+            await anyio.sleep(0.5)  # what ended is written within one commit, which nobody waits for
+            assert rows(root)["snapshots"] == 2
         with serving(root) as (_, url):
             async with us(url, 2) as client:
-                with pytest.raises(ToolServerError, match="keeps count outside of its sandbox; write `save`"):
-                    await client.resume(P, COUNTING, TASK, seen=["c1"])
-                await client.release(P)
-
-
-async def test_a_resume_that_fails_leaves_nothing():
-    async with folder() as root:
-        await laid_down_and_killed(root, FAILING)
-        with serving(root) as (_, url):
-            async with us(url, 2) as client:
-                with pytest.raises(EnvironmentFailure, match="resume of Failing: RuntimeError: no way back"):
-                    await client.resume(P, FAILING, TASK)
-                await assert_nothing_left(root)
-                with pytest.raises(ToolServerError, match="nothing of it is left here"):
-                    await client.resume(P, FAILING, TASK)
+                assert entries(root / "tool-server" / "sandboxes") == []
+                for program, why in (
+                    (called, "called cannot go on: it was calling add since its last snapshot"),
+                    (waited, "it was calling wait since its last snapshot"),
+                    (written, "its sandbox was used since its last snapshot"),
+                    (fresh, "nothing of it is left here"),
+                    (counting, "keeps count outside of its sandbox; write `save`"),
+                ):
+                    with pytest.raises(ToolServerError, match=why):
+                        await client.resume(program, NOTES, TASK)
+                assert await said(client, "c1", add("second"), called) == "begun first second kept"
+                with pytest.raises(Interrupted, match="ended with the tool server that ran it"):
+                    await said(client, "c2", add("third"), called)
+                for program in (called, waited, written, counting):
+                    await client.release(program)
 
 
 async def test_a_program_has_one_owner_and_older_epochs_and_others_never_get_it():
     async with folder() as root:
-        await laid_down_and_killed(root)
+        async with killed(root) as client:
+            await begun(client, P)
+            anew = await begun(client, "anew")
+            failing = await begun(client, "failing", FAILING)
         with serving(root) as (_, url):
             async with us(url, 1) as old, us(url, 2) as new, us(url, 9, "others") as others:
                 with pytest.raises(ToolServerError, match="program p belongs to us/1"):
                     await others.resume(P, NOTES, TASK)
-                await new.resume(P, NOTES, TASK)
-                await new.resume(P, NOTES, TASK)
+                for _ in range(2):
+                    await new.resume(P, NOTES, TASK)
                 assert (await new.state()).counters["resumed"] == 1
                 with pytest.raises(ToolServerError, match="came back with epoch 2"):
                     await old.resume(P, NOTES, TASK)
                 with pytest.raises(ToolServerError, match="program p of us/2 is ready here"):
                     await others.resume(P, NOTES, TASK)
-                await new.release(P)
+                # One that is prepared anew, or cannot resume after all, leaves its snapshot.
+                await new.prepare(anew, NOTES, TASK)
+                assert await said(new, "c1", add("second"), anew) == "begun first second kept"
+                with pytest.raises(EnvironmentFailure, match="resume of Failing: RuntimeError: no way back"):
+                    await new.resume(failing, FAILING, TASK)
+                with pytest.raises(ToolServerError, match="nothing of it is left here"):
+                    await new.resume(failing, FAILING, TASK)
+                for program in (P, anew):
+                    await new.release(program)
+                await assert_nothing_left(root)
 
 
-async def test_snapshots_whose_owner_does_not_come_back_are_removed_when_its_lease_is_over():
+async def test_what_is_not_what_it_was_or_whose_owner_does_not_come_back_is_removed():
     async with folder() as root:
-        await laid_down_and_killed(root)
-        (root / "server.toml").write_text("lease_s = 0.5\n")
-        with serving(root, "--config", "server.toml"):
-            await assert_nothing_left(root)
-
-
-async def test_a_snapshot_that_is_not_what_it_was_is_not_gone_on_from():
-    async with folder() as root:
-        await laid_down_and_killed(root)
+        async with killed(root) as client:
+            await begun(client, P)
+            await begun(client, "left")
         sandboxes = root / "tool-server" / "sandboxes"
-        (snapshot,) = [name for name in entries(sandboxes) if name.startswith("snapshot.")]
-        (sandboxes / snapshot / "content" / "log").write_text("forged")
-        with serving(root) as (_, url):
-            async with us(url, 2) as client:
-                with pytest.raises(ToolServerError, match="its snapshot is gone, or is not what it was"):
-                    await client.resume(P, NOTES, TASK)
-                assert entries(sandboxes) == []
-                await client.release(P)
-
-
-async def test_a_program_that_is_prepared_anew_leaves_its_snapshot():
-    async with folder() as root:
-        await laid_down_and_killed(root)
-        with serving(root) as (_, url):
-            async with us(url, 2) as client:
-                await client.prepare(P, NOTES, TASK)
-                assert await said(client, "c1", add("second")) == "begun first second kept"
-                await client.release(P)
-
-
-async def test_many_go_on_together():
-    names = [ProgramId(f"p{number}") for number in range(8)]
-    async with folder() as root:
-        with serving(root) as (process, url):
-            async with us(url, 1) as client:
-                for name in names:
-                    await client.prepare(name, NOTES, {"word": name})
-                    await laid_down(client, name)
-            kill(process)
-        with serving(root) as (_, url):
-            async with us(url, 2) as client:
-
-                async def go_on(name: ProgramId) -> None:
-                    await client.resume(name, NOTES, {"word": name})
-                    assert await said(client, "c1", add("x"), name) == f"begun {name} x kept"
-                    await client.release(name)
-
-                async with anyio.create_task_group() as group:
-                    for name in names:
-                        group.start_soon(go_on, name)
+        for name in entries(sandboxes):
+            if "left" not in (sandboxes / name / "owner.json").read_text():
+                for log in (sandboxes / name).glob("content/log"):
+                    log.write_text("forged")
+        async with killed(root) as client:
+            with pytest.raises(ToolServerError, match="its snapshot is gone, or is not what it was"):
+                await client.resume(P, NOTES, TASK)
+            assert len(entries(sandboxes)) == 1
+        with serving(root, settings="lease_s = 0.5"):
+            await assert_nothing_left(root)
 
 
 async def kept(root: Path, rests: int = 1) -> None:
@@ -281,9 +213,7 @@ async def kept(root: Path, rests: int = 1) -> None:
 
 async def test_a_sandbox_that_is_idle_is_snapshotted_as_it_runs_where_that_is_asked_for():
     async with folder() as root:
-        root.mkdir()
-        (root / "server.toml").write_text("snapshot_idle_s = 0.1\n")
-        with serving(root, "--config", "server.toml") as (process, url):
+        with serving(root, settings=IDLE) as (process, url):
             async with us(url, 1) as client:
                 await client.prepare(P, NOTES, TASK)
                 await kept(root)
@@ -297,7 +227,7 @@ async def test_a_sandbox_that_is_idle_is_snapshotted_as_it_runs_where_that_is_as
                 await client.move(P, SandboxRung.RUNNING)
                 assert rows(root)["snapshots"] == 1
             kill(process)
-        with serving(root, "--config", "server.toml") as (_, url):
+        with serving(root, settings=IDLE) as (_, url):
             async with us(url, 2) as client:
                 await client.resume(P, NOTES, TASK, seen=["c1", "c2"])
                 assert await said(client, "c3", add("fourth")) == "begun first second third fourth kept"
@@ -307,9 +237,7 @@ async def test_a_sandbox_that_is_idle_is_snapshotted_as_it_runs_where_that_is_as
 
 async def test_a_program_that_has_work_in_its_sandbox_or_cannot_resume_is_not_snapshotted_again_and_again():
     async with folder() as root:
-        root.mkdir()
-        (root / "server.toml").write_text("snapshot_idle_s = 0.1\n")
-        with serving(root, "--config", "server.toml") as (_, url):
+        with serving(root, settings=IDLE) as (_, url):
             async with us(url, 1) as client:
                 await client.prepare(P, COUNTING, TASK)
                 with anyio.fail_after(30):
