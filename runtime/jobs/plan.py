@@ -1,8 +1,9 @@
 """What a supply of groups needs to know of a job, whoever learns from them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
+from sostenuto.envs.curriculum import Curriculum
 from sostenuto.runtime.jobs.job import RLJob, RolloutJob, Stragglers, TaskSource
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.trainer.samplers import Sampler
@@ -15,6 +16,8 @@ class Plan:
     seed: int
     environment: EnvironmentRef
     source: TaskSource
+    curriculum: Curriculum[Any] | None
+    """Is told how programs have ended."""
     limits: Limits
     group_size: int
     temperature: float
@@ -40,6 +43,7 @@ def plan_of(job: RLJob) -> Plan:
         seed=job.seed,
         environment=job.environment(),
         source=job.task_source(),
+        curriculum=_curriculum(job.tasks),
         limits=job.limits,
         group_size=job.algorithm.group_size,
         temperature=job.algorithm.temperature,
@@ -63,6 +67,7 @@ def plan_of_rollouts(job: RolloutJob) -> Plan:
         seed=job.seed,
         environment=job.environment(),
         source=job.task_source(),
+        curriculum=_curriculum(job.tasks),
         limits=job.limits,
         group_size=job.group_size,
         temperature=job.temperature,
@@ -77,3 +82,7 @@ def plan_of_rollouts(job: RolloutJob) -> Plan:
         stragglers=job.stragglers,
         groups=None,
     )
+
+
+def _curriculum(tasks: object) -> Curriculum[Any] | None:
+    return cast("Curriculum[Any]", tasks) if isinstance(tasks, Curriculum) else None

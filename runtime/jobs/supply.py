@@ -166,7 +166,9 @@ class GroupSupply:
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Where to go on: what was opened and has no outcome is sampled anew, before what was never drawn."""
+        curriculum = self._plan.curriculum
         return {
+            "curriculum": None if curriculum is None else curriculum.state_dict(),
             "used": self._used - len(self._in_hand),
             "tasks": self._openings.state_dict(self._unfinished),
             "sampler": self._buffer.sampler.state_dict(),
@@ -175,6 +177,8 @@ class GroupSupply:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before `generate`.  ConfigError for a state of another job."""
         self._used = int(state["used"])
+        if self._plan.curriculum is not None and state.get("curriculum"):
+            self._plan.curriculum.load_state_dict(state["curriculum"])
         self._openings.load_state_dict(state["tasks"])
         self._buffer.sampler.load_state_dict(state["sampler"])
 
@@ -262,6 +266,8 @@ class GroupSupply:
             self._quarantined.add(task_id)
             self._say(Quarantined(task_id))
         self._count(trajectory)
+        if self._plan.curriculum is not None and trajectory.reward is not None:
+            self._plan.curriculum.observe(task_id, trajectory.reward)
 
     def _give_up(self) -> None:
         """End the groups that the sampler gives up; their tasks are started anew, once."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sostenuto.envs.agent import agent as agent
     from sostenuto.envs.command_agent import command_agent as command_agent
+    from sostenuto.envs.curriculum import Curriculum as Curriculum
     from sostenuto.envs.environment import Environment as Environment
     from sostenuto.envs.registry import Registry as Registry
     from sostenuto.envs.remote_agent import remote_agent as remote_agent
@@ -86,6 +87,7 @@ _HOME = {
     "IcePop": "trainer.parts",
     "Rejection": "trainer.parts",
     "ConfigError": "errors",
+    "Curriculum": "envs.curriculum",
     "Draw": "envs.task",
     "Environment": "envs.environment",
     "Episode": "types",
@@ -144,6 +146,7 @@ __all__ = [
     "ConfigError",
     "CriticHead",
     "CriticModel",
+    "Curriculum",
     "DecoupledPPO",
     "DrGRPO",
     "Draw",
