@@ -22,9 +22,9 @@ from sostenuto.runtime.jobs.events import Evaluated
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, WarmStart
 from sostenuto.runtime.jobs.teacher import Teacher
 from sostenuto.runtime.quickstart.job import default_config, warm_model
-from sostenuto.runtime.quickstart.recipe import Copying, Demonstrating, Gate, Recipe
+from sostenuto.runtime.quickstart.recipe import Copying, Demonstrating, Gate, Recipe, Reinforcing
 from sostenuto.runtime.runtime import Runtime
-from sostenuto.trainer.algorithms import OPD
+from sostenuto.trainer.algorithms import GRPO, OPD
 from sostenuto.trainer.parts import Teaching
 from sostenuto.trainer.settings import LearnerSettings, Schedule
 
@@ -33,6 +33,12 @@ ARRIVED = 0.9
 _EVERY = 5
 _PROGRAMS = 64
 """In one step, of every method."""
+_METHOD = OPD(teaching=Teaching(signal="distribution"))
+"""The teachers are in the trainer, so whole distributions are there to be compared."""
+_TAUGHT = Schedule(
+    learning_rate=1.5e-3, final_learning_rate=2e-4, shape="linear", warmup_steps=2, total_steps=40
+)
+"""A signal at every token bears larger steps than one for a whole program."""
 _IMITATION = WarmStart(
     steps=100, batch=16, schedule=Schedule(learning_rate=1e-3, shape="linear", total_steps=100)
 )
@@ -48,8 +54,8 @@ class Course:
     recipe: Recipe = field(default_factory=Recipe)
     reward_steps: int = 40
     teacher_steps: int = 20
-    both_steps: int = 40
-    held_out: int = 200
+    both_steps: int = 20
+    held_out: int = 100
 
 
 def measure_distillation(tell: Tell, *, quick: bool) -> None:
@@ -63,9 +69,9 @@ def measure_distillation(tell: Tell, *, quick: bool) -> None:
 def measure_seed(tell: Tell, course: Course) -> None:
     """The whole course of one seed."""
     total = anyio.run(specialist, course, "total")
-    old = anyio.run(specialist, course, "old")
+    parts = anyio.run(specialist, course, "parts")
     tell_arrival(tell, course, total, anyio.run(pupil, course, total.model))
-    teachers: Mapping[Domain, Path] = {"total": total.model, "old": old.model}
+    teachers: Mapping[Domain, Path] = {"total": total.model, "parts": parts.model}
     tell_kept(tell, course, teachers, anyio.run(student_of_both, course, teachers))
 
 
@@ -95,8 +101,7 @@ async def specialist(course: Course, domain: Domain) -> Trained:
 async def pupil(course: Course, teacher: Path) -> Trained:
     """On-policy distillation of one teacher, from where that began itself."""
     job = _job(course, "pupil", ("total",), steps=course.teacher_steps)
-    taught = replace(job, algorithm=OPD(), teachers=(Teacher(model=teacher),), groups_per_step=_PROGRAMS)
-    return await _trained(course, taught)
+    return await _trained(course, _taught(job, Teacher(model=teacher)))
 
 
 async def student_of_both(course: Course, teachers: Mapping[Domain, Path]) -> Path:
@@ -105,8 +110,7 @@ async def student_of_both(course: Course, teachers: Mapping[Domain, Path]) -> Pa
     assigned = tuple(
         Teacher(name=domain, model=model, tasks={"domain": domain}) for domain, model in teachers.items()
     )
-    algorithm = OPD(teaching=Teaching(signal="distribution"))
-    taught = replace(job, algorithm=algorithm, teachers=assigned, groups_per_step=_PROGRAMS, eval_tasks=())
+    taught = replace(_taught(job, *assigned), eval_tasks=())
     return (await _trained(course, taught)).model
 
 
@@ -129,7 +133,8 @@ def tell_kept(tell: Tell, course: Course, teachers: Mapping[Domain, Path], stude
         tell(f"{name}: the student before", before, "share of tasks")
         tell(f"{name}: its teacher", theirs, "share of tasks")
         tell(f"{name}: the student", ours, "share of tasks")
-        tell(f"{name}: what the student keeps", ours / theirs, "ratio", ">= 0.95")
+        kept = ours / theirs if theirs else float("nan")
+        tell(f"{name}: what the student keeps", kept, "ratio", ">= 0.95")
 
 
 def _job(course: Course, name: str, domains: tuple[Domain, ...], *, steps: int) -> RLJob:
@@ -148,6 +153,12 @@ def _job(course: Course, name: str, domains: tuple[Domain, ...], *, steps: int) 
         learner=LearnerSettings(schedule=plan.schedule),
         seed=course.seed,
     )
+
+
+def _taught(job: RLJob, *teachers: Teacher) -> RLJob:
+    """By teachers and in place of rewards."""
+    learner = LearnerSettings(schedule=_TAUGHT)
+    return replace(job, algorithm=_METHOD, teachers=teachers, groups_per_step=_PROGRAMS, learner=learner)
 
 
 def _tasks(seed: int, domains: tuple[Domain, ...], count: int) -> list[RoomTask]:
@@ -195,4 +206,6 @@ def _quick_recipe() -> Recipe:
     return Recipe(
         copying=Copying(steps=5),
         demonstrating=Demonstrating(steps=5, most_steps=5, gate=Gate(lessons=10, answers=10)),
+        # An untaught model is never right: groups with something to compare would not come.
+        reinforcing=Reinforcing(algorithm=GRPO(group_size=8, zero_spread="keep")),
     )

@@ -1,5 +1,6 @@
-"""The storeroom with questions of two domains: what there is in all, and what there was before."""
+"""The storeroom with questions of two domains: what there is in all, and of what parts."""
 
+import re
 from random import Random
 from typing import Literal, cast
 
@@ -7,10 +8,10 @@ from sostenuto.envs.environment import Environment
 from sostenuto.envs.storeroom.demonstrations import demonstrate
 from sostenuto.envs.storeroom.environment import Storeroom
 from sostenuto.envs.storeroom.world import StoreroomTask
-from sostenuto.types import Message, ToolCall
+from sostenuto.types import Episode, Message, StopReason, ToolCall
 
-Domain = Literal["total", "old"]
-DOMAINS: tuple[Domain, ...] = ("total", "old")
+Domain = Literal["total", "parts"]
+DOMAINS: tuple[Domain, ...] = ("total", "parts")
 
 _KNOWS_THE_FILE = 0.5
 
@@ -22,16 +23,21 @@ class RoomTask(StoreroomTask):
 
     @property
     def question(self) -> str:
-        return super().question if self.domain == "total" else f"How many old {self.word}?"
-
-    @property
-    def answer(self) -> int:
-        return self.record.total if self.domain == "total" else self.record.old
+        return super().question if self.domain == "total" else f"What has {self.word}?"
 
 
 # Its tasks are also tasks of a storeroom, which the type of a base class cannot say.
 class Rooms(Storeroom, Environment[RoomTask]):  # pyright: ignore[reportGeneralTypeIssues]
-    """Totals have to be calculated; what is old stands in the record."""
+    """Totals have to be calculated; their parts stand in the record."""
+
+    async def reward(self, episode: Episode) -> float:
+        """1 for the right number or the right two, else 0."""
+        task = cast("RoomTask", self.task)
+        if task.domain == "total":
+            return await super().reward(episode)
+        wanted = [str(task.record.old), str(task.record.new)]
+        answered = episode.stop_reason is StopReason.ANSWERED
+        return float(answered and re.findall(r"-?[0-9]+", episode.answer) == wanted)
 
     @classmethod
     def demonstrate(cls, task: StoreroomTask, rng: Random) -> list[Message]:
@@ -41,7 +47,8 @@ class Rooms(Storeroom, Environment[RoomTask]):  # pyright: ignore[reportGeneralT
         calls = [] if rng.random() < _KNOWS_THE_FILE else [_call("find", "word", task.word, task.file)]
         calls.append(_call("read", "file", task.file, task.record.line))
         shown = [message for exchange in calls for message in exchange]
-        return [Message("user", task.question), *shown, Message("assistant", f"The total is {task.answer}.")]
+        said = f"It has {task.record.old} and {task.record.new}."
+        return [Message("user", task.question), *shown, Message("assistant", said)]
 
 
 def room_tasks(tasks: list[StoreroomTask], domain: Domain) -> list[RoomTask]:

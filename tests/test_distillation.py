@@ -1,8 +1,6 @@
 """Jobs that learn from teachers: in the trainer, in an engine, several; and those that are refused."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from sostenuto.runtime.jobs.teacher import Teacher, assigned
 from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.runtime import Runtime
 from sostenuto.trainer.algorithms import GRPO, OPD, Algorithm, Reinforce
+from sostenuto.trainer.build import build
 from sostenuto.trainer.client import TrainerClient
 from sostenuto.trainer.parts import Teaching
 from sostenuto.trainer.samples import trajectory_samples
@@ -38,8 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders: dict[str, Path] = {}
     for seed, name in enumerate(("student", "even", "odd"), 1):
         folders[name] = write_tokenizer_folder(tmp_path_factory.mktemp(name), TINY)
-        command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folders[name])]
-        subprocess.run([*command, "--seed", str(seed)], check=True, capture_output=True)
+        build(folders[name], seed)
     return folders
 
 

@@ -1,8 +1,6 @@
 """Several prefixes: independent turns from what others have done, taught in the same context."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +28,7 @@ from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.runtime.runtime import Runtime
 from sostenuto.trainer.algorithms import GRPO, OPD
+from sostenuto.trainer.build import build
 from sostenuto.trainer.client import TrainerClient
 from sostenuto.trainer.parts import Teaching
 from sostenuto.trainer.samples import trajectory_samples
@@ -45,8 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders: dict[str, Path] = {}
     for seed, name in enumerate(("student", "teacher"), 1):
         folders[name] = write_tokenizer_folder(tmp_path_factory.mktemp(name), TINY)
-        command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folders[name])]
-        subprocess.run([*command, "--seed", str(seed)], check=True, capture_output=True)
+        build(folders[name], seed)
     return folders
 
 
