@@ -15,6 +15,9 @@ from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.library import LibraryRenderer
 
+pytestmark = pytest.mark.timeout(900)
+"""Each runs a real engine for many turns."""
+
 Json = dict[str, Any]
 
 MODELS = {
