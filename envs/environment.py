@@ -22,8 +22,8 @@ TaskT = TypeVar("TaskT", bound=BaseModel, default=Any)
 
 Opening = str | Sequence[Message]
 """The first user message, or the messages that the conversation starts with."""
-Score = float | Mapping[str, float]
-"""A reward, or metrics with one of that name."""
+Score = float | Mapping[str, float | Sequence[float]]
+"""A reward, or metrics with one of that name, or with "turns": what each turn earned, which add up to it."""
 
 
 _BOUND = frozenset({"task", "seed", "secrets", SANDBOX})
@@ -92,7 +92,11 @@ class Environment(Generic[TaskT]):
         raise NotImplementedError
 
     def reward(self, episode: Episode) -> Score | Awaitable[Score]:
-        """Score the finished episode: a finite number, or a mapping of metrics with "reward"."""
+        """Score the finished episode: a finite number, or a mapping of metrics with "reward".
+
+        In place of "reward" it may have "turns", one number for each of `episode.turns`: the reward is
+        their sum.
+        """
         raise NotImplementedError
 
     def close(self) -> Awaitable[None] | None:

@@ -185,7 +185,12 @@ class WorkerHost:
         frame = Score(self._channel.next_id(), program_id, request.episode, request.timeout_s)
         flight = self._step(frame.id, program_id, "reward", loaded, request.timeout_s)
         verdict = await self._ask(frame, flight, _VERDICT)
-        return Reward(value=verdict.value, metrics=verdict.metrics, elapsed_s=monotonic() - started_s)
+        return Reward(
+            value=verdict.value,
+            metrics=verdict.metrics,
+            turns=verdict.turns,
+            elapsed_s=monotonic() - started_s,
+        )
 
     async def release(self, program_id: ProgramId) -> None:
         """Close the program's environment and forget it.

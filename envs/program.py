@@ -90,7 +90,9 @@ class Program:
 
     async def score(self, episode: Episode, timeout_s: float) -> Verdict:
         """Run `reward`, or raise the ProgramError of a score that does not come or is no finite number."""
-        return read_verdict(await self._step("reward", timeout_s, episode), self._doing("reward"))
+        returned = await self._step("reward", timeout_s, episode)
+        turns = None if isinstance(self.environment, Agent) else episode.turns
+        return read_verdict(returned, self._doing("reward"), turns=turns)
 
     async def close(self) -> None:
         """Run `close` within CLOSE_S."""

@@ -8,7 +8,7 @@ Invariants:
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import anyio
 
@@ -120,7 +120,7 @@ class Drive:
         self._around.prompts.remove(self.spec.id)
         self._around.report(Answered(self.spec.id))
         reward = await self._score(stop)
-        return self.record(stop, reward.value, reward.metrics)
+        return replace(self.record(stop, reward.value, reward.metrics), turn_rewards=reward.turns)
 
     def record(
         self, stop: StopReason, reward: float | None = None, metrics: dict[str, float] | None = None

@@ -44,6 +44,7 @@ class _Record(msgspec.Struct):
     teacher: str | msgspec.UnsetType = msgspec.UNSET
     taught: list[_Taught | None] | msgspec.UnsetType = msgspec.UNSET
     history: str | msgspec.UnsetType = msgspec.UNSET
+    turn_rewards: list[float] | msgspec.UnsetType = msgspec.UNSET
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -63,6 +64,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         teacher=trajectory.teacher or msgspec.UNSET,
         taught=[_pack_taught(part) for part in trajectory.taught] or msgspec.UNSET,
         history=trajectory.history or msgspec.UNSET,
+        turn_rewards=list(trajectory.turn_rewards) or msgspec.UNSET,
     )
     return msgspec.msgpack.encode(record)
 
@@ -88,6 +90,7 @@ def decode_trajectory(data: bytes) -> Trajectory:
         teacher=record.teacher or "",
         taught=tuple(map(_unpack_taught, record.taught or ())),
         history=record.history or "",
+        turn_rewards=tuple(record.turn_rewards or ()),
     )
 
 

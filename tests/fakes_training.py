@@ -31,5 +31,21 @@ class Parity(Environment[Number]):
         return float(len(episode.answer) % 2 == 0)
 
 
+class ParityByTurn(Environment[Number]):
+    """Each turn earns its place, and the last one what it says."""
+
+    async def reset(self, task: Number) -> str:
+        return f"Say something about {task.number}."
+
+    @tool
+    async def look(self) -> str:
+        """Look at the number."""
+        return str(self.task.number)
+
+    async def reward(self, episode: Episode) -> dict[str, list[float]]:
+        last = float(len(episode.answer) % 2 == 0)
+        return {"turns": [float(turn) for turn in range(episode.turns - 1)] + [last]}
+
+
 def numbers(count: int) -> list[Number]:
     return [Number(number=number) for number in range(count)]

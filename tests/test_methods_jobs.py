@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from fakes_training import Parity, numbers
+from fakes_training import Parity, ParityByTurn, numbers
 from scripted import TINY, children, write_tokenizer_folder
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig
 from sostenuto.runtime.jobs.events import StepTrained
 from sostenuto.runtime.jobs.job import RLJob
+from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.runtime import Runtime
 from sostenuto.trainer.algorithms import GRPO, PPO, Algorithm, DecoupledPPO, Reinforce
-from sostenuto.trainer.parts import KL, CriticModel
-from sostenuto.types import Limits
+from sostenuto.trainer.parts import KL, CriticModel, TurnReturn
+from sostenuto.types import Limits, Purpose
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,23 @@ async def test_jobs_of_single_trajectories_with_either_kind_of_critic(tmp_path: 
     assert counts_in(checkpoints["head"]) == (2, {"batches": 2, "schedule_steps": 2})
     assert counts_in(checkpoints["model"]) == (2, {"batches": 2, "schedule_steps": 4})
     assert children() == before
+
+
+async def test_what_turns_earned_is_in_the_records_and_is_learnt_from(tmp_path: Path, model: Path):
+    algorithm = GRPO(group_size=2, zero_spread="keep", advantage=TurnReturn(gamma=0.9))
+    job = replace(a_job(model, "turns", algorithm), env=ParityByTurn)
+    async with Runtime(RuntimeConfig(directory=tmp_path)) as runtime:
+        handle = await runtime.submit(job)
+        steps = [event async for event in handle.events() if isinstance(event, StepTrained)]
+        assert (await handle.result()).ledger.closes
+    assert [step.report.refused for step in steps] == ["", ""]
+    with read_journal(tmp_path / "journal.db") as reader:
+        records = [record for record in reader.trajectories(purpose=Purpose.TRAIN) if record.outcome is None]
+    assert records
+    for record in records:
+        assert len(record.turn_rewards) == record.metrics["turns"]
+        assert sum(record.turn_rewards) == record.reward
+        assert record.turn_rewards[:-1] == tuple(float(turn) for turn in range(len(record.turn_rewards) - 1))
 
 
 async def test_a_critic_with_another_tokenizer_ends_a_job_before_anything_is_learnt(

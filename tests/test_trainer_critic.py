@@ -18,7 +18,7 @@ from sostenuto.errors import Blame, ConfigError, RecordError
 from sostenuto.records import Producer, Span, Trajectory
 from sostenuto.trainer.algorithms import GRPO, PPO, SFT
 from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint
-from sostenuto.trainer.gae import Valued, credit_by_critic, decisions, generalized_advantages
+from sostenuto.trainer.gae import Valued, credit_by_critic, generalized_advantages
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.losses import clipped_value
 from sostenuto.trainer.model import load_reference
@@ -29,6 +29,7 @@ from sostenuto.trainer.reports import StepReport
 from sostenuto.trainer.samples import Sample, demonstration, trajectory_samples
 from sostenuto.trainer.settings import Schedule
 from sostenuto.trainer.tensors import as_array
+from sostenuto.trainer.turns import turns_of
 from sostenuto.types import Outcome, OutcomeKind, Version
 from trainer_world import (
     V0,
@@ -130,7 +131,8 @@ def test_a_rewritten_history_goes_on_where_the_program_was(bigram: Path):
     start = Span.fed(Producer.USER, [P])
     early, late = sampled([U]), replace(sampled([U, B]), started_s=5.0, ended_s=6.0)
     forked = trajectory("p", 1.0, sequences=((start, late), (start, early)))
-    assert [(sample, places.tolist()) for sample, places in decisions(forked)] == [(1, [1]), (0, [1, 2])]
+    (first,), (second,) = turns_of(forked)
+    assert [(sample, places.tolist()) for sample, places in (first, second)] == [(1, [1]), (0, [1, 2])]
     algorithm = PPO(advantage=GAE(lambda_=0, whiten=False))
     samples = credit_by(valued(bigram), [(forked,)], algorithm)
     assert advantages(samples) == [
@@ -216,7 +218,7 @@ def test_a_member_without_a_reward_is_left_out_and_one_that_is_not_finite_is_ref
     samples = credit_by(valued(bigram), groups, PPO())
     assert [sample.origin for sample in samples] == ["a"]
     for wrong in (math.nan, math.inf):
-        with pytest.raises(RecordError, match="x: a reward of a trained token is missing or not finite"):
+        with pytest.raises(RecordError, match="x: a reward is missing or not finite"):
             credit_by(valued(bigram), [(told(reward=wrong, name="x"),)], PPO())
 
 

@@ -167,6 +167,8 @@ class RewardRequest(Wire):
 class Reward(Wire):
     value: float
     metrics: dict[str, float] = Field(default_factory=dict[str, float])
+    turns: tuple[float, ...] = ()
+    """What each turn earned, which adds up to `value`; empty where only that is known."""
     elapsed_s: float
 
 

@@ -56,7 +56,8 @@ async def score(program: Program, request: RewardRequest) -> Reward:
         late=EnvironmentFailure,
         doing="scoring the episode",
     )
-    for name, number in {"value": reward.value, **reward.metrics}.items():
+    by_turn = {f"turns[{index}]": number for index, number in enumerate(reward.turns)}
+    for name, number in {"value": reward.value, **reward.metrics, **by_turn}.items():
         if not isfinite(number):
             raise EnvironmentFailure(f"reward: {name} is {number}; return a finite number")
     return reward

@@ -17,6 +17,7 @@ from sostenuto.trainer.parts import (
     LeaveOneOut,
     NoReward,
     Return,
+    TurnReturn,
 )
 
 Doubles = NDArray[np.float64]
@@ -53,8 +54,8 @@ def batch_advantages(part: Advantage, rewards: Sequence[Doubles], valid: Sequenc
             ]
         case NoReward():
             return [np.zeros(len(r)) for r in rewards]
-        case GAE():
-            raise RecordError("advantages: gae takes a critic's values; ask the trainer for them")
+        case GAE() | TurnReturn():
+            raise RecordError(f"advantages: {part.kind} is of tokens and turns, not of whole trajectories")
 
 
 def group_advantages(

@@ -36,6 +36,7 @@ from sostenuto.trainer.parts import (
     Return,
     SAPOGate,
     Teaching,
+    TurnReturn,
     part_of,
 )
 
@@ -124,7 +125,7 @@ class Algorithm(Part, frozen=True):
     def compares_group(self) -> bool:
         """Whether a reward means something only beside others of its group."""
         part = self.advantage
-        return isinstance(part, GroupRelative | LeaveOneOut) or (
+        return isinstance(part, GroupRelative | LeaveOneOut | TurnReturn) or (
             isinstance(part, BatchNormalized) and part.baseline == "group"
         )
 

@@ -1,6 +1,7 @@
 """Who gets how much of the outcomes: rewards to advantages to samples."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -8,7 +9,9 @@ from sostenuto.errors import RecordError
 from sostenuto.records import Trajectory
 from sostenuto.trainer.advantages import batch_advantages
 from sostenuto.trainer.algorithms import Algorithm
+from sostenuto.trainer.parts import TurnReturn
 from sostenuto.trainer.samples import Sample, trajectory_samples
+from sostenuto.trainer.turns import scattered, tokens_of, turn_advantages, turns_of
 
 Group = Sequence[Trajectory]
 
@@ -37,6 +40,10 @@ def credit(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
 
 
 def _credited(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
+    part = algorithm.advantage
+    if isinstance(part, TurnReturn):
+        valid_groups = [[m for m in members if _is_valid(m, algorithm)] for members in groups]
+        return [sample for members in valid_groups for sample in _credited_by_turn(members, part)]
     valid = [
         np.array([_is_valid(member, algorithm) for member in members], dtype=np.bool_) for members in groups
     ]
@@ -44,7 +51,7 @@ def _credited(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
         np.array([0.0 if m.reward is None else m.reward for m in members], dtype=np.float64)
         for members in groups
     ]
-    advantages = batch_advantages(algorithm.advantage, rewards, valid)
+    advantages = batch_advantages(part, rewards, valid)
     return [
         sample
         for members, earned, votes in zip(groups, advantages, valid, strict=True)
@@ -52,6 +59,19 @@ def _credited(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
         if has_vote
         for sample in trajectory_samples(member, advantage)
     ]
+
+
+def _credited_by_turn(members: Group, part: TurnReturn) -> list[Sample]:
+    found: list[Sample] = []
+    for member, advantages in zip(members, turn_advantages(members, part), strict=True):
+        samples, turns = trajectory_samples(member, 0.0), turns_of(member)
+        of_tokens = np.repeat(advantages, [tokens_of(turn) for turn in turns])
+        spread = scattered(turns, of_tokens, [len(sample) for sample in samples])
+        found += [
+            replace(sample, advantages=np.nan_to_num(told, nan=0.0))
+            for sample, told in zip(samples, spread, strict=True)
+        ]
+    return found
 
 
 def valid_members(members: Group, algorithm: Algorithm) -> list[Trajectory]:

@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sostenuto.errors import RecordError
 from sostenuto.records import Floats, Trajectory
 from sostenuto.trainer.advantages import Doubles, has_spread
 from sostenuto.trainer.parts import GAE
 from sostenuto.trainer.samples import Sample
-
-Places = NDArray[np.int64]
+from sostenuto.trainer.turns import earned_by_turn, gathered, scattered, tokens_of, turns_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,59 +70,28 @@ def credit_by_critic(batch: Sequence[Valued], part: GAE) -> list[Sample]:
 
 
 def _without_reward(valued: Valued) -> list[Sample]:
-    values = _gathered(decisions(valued.trajectory), valued.values)
+    values = gathered(turns_of(valued.trajectory), valued.values)
     return _samples(valued, np.zeros_like(values), values, values)
 
 
 def _line(valued: Valued) -> tuple[Doubles, Doubles]:
-    """Rewards and values (T,)."""
-    name, order = valued.trajectory.program_id, decisions(valued.trajectory)
-    values = _gathered(order, valued.values)
+    """Rewards and values (T,): what a turn earned comes with its last token."""
+    name, turns = valued.trajectory.program_id, turns_of(valued.trajectory)
+    values = gathered(turns, valued.values)
     rewards = np.zeros_like(values)
     if valued.rewards is not None:
-        rewards += np.nan_to_num(_gathered(order, valued.rewards), nan=0.0)
-    if not len(values):
-        return rewards, values
-    rewards[-1] += np.nan if valued.trajectory.reward is None else valued.trajectory.reward
-    for what, numbers in (("reward", rewards), ("value", values)):
-        if not np.isfinite(numbers).all():
-            raise RecordError(f"{name}: a {what} of a trained token is missing or not finite")
+        rewards += np.nan_to_num(gathered(turns, valued.rewards), nan=0.0)
+    ends = np.cumsum([tokens_of(turn) for turn in turns], dtype=np.int64)
+    rewards[ends - 1] += earned_by_turn(valued.trajectory, turns)
+    if not np.isfinite(values).all():
+        raise RecordError(f"{name}: a value of a trained token is missing or not finite")
     return rewards, values
-
-
-def decisions(trajectory: Trajectory) -> list[tuple[int, Places]]:
-    """The trained tokens as they were sampled: span by span, which of its samples and where in it.
-
-    By the time when a span began; spans of one time are in the order of the record.
-    """
-    found: list[tuple[float, int, Places]] = []
-    samples = 0
-    for sequence in trajectory.sequences:
-        start = 0
-        for span in sequence:
-            if span.mask.any():
-                found.append((span.started_s, samples, start + np.flatnonzero(span.mask)))
-            start += len(span)
-        samples += any(span.mask.any() for span in sequence)
-    found.sort(key=lambda each: each[0])
-    return [(sample, places) for _, sample, places in found]
-
-
-def _gathered(
-    order: Sequence[tuple[int, Places]], of_samples: Sequence[Floats] | Sequence[Doubles]
-) -> Doubles:
-    parts = [of_samples[sample][places] for sample, places in order]
-    return np.concatenate([np.zeros(0), *parts]).astype(np.float64)
 
 
 def _samples(valued: Valued, *told: Doubles) -> list[Sample]:
     """The samples with advantages, returns and values (T,) put where their tokens stand."""
-    order = decisions(valued.trajectory)
-    ends = np.cumsum([len(places) for _, places in order])
-    spread = [[np.full(len(s), np.nan, dtype=np.float32) for s in valued.samples] for _ in told]
-    for numbers, arrays in zip(told, spread, strict=True):
-        for (sample, places), part in zip(order, np.split(numbers, ends[:-1]), strict=False):
-            arrays[sample][places] = part
+    turns, lengths = turns_of(valued.trajectory), [len(sample) for sample in valued.samples]
+    spread = [scattered(turns, numbers, lengths) for numbers in told]
     return [
         replace(
             sample,

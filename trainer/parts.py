@@ -68,6 +68,22 @@ class Return(Part, frozen=True):
     baseline: float = 0.0
 
 
+class TurnReturn(Part, frozen=True):
+    """What a turn and those after it earned, against the others of its group at the same turn.
+
+    A member that had ended by then is compared by its last turn.  Where an environment gives no rewards by
+    turn, all of the reward comes with the last one; without a discount this is then `group_relative`.
+    """
+
+    kind: Literal["turn_return"] = "turn_return"
+
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount for each turn."""
+
+    normalize_std: bool = True
+    """Divide by the population standard deviation of what is compared."""
+
+
 class NoReward(Part, frozen=True):
     """Zero, whatever the reward is or whether there is one: all that is learnt comes from a teacher."""
 
@@ -93,7 +109,7 @@ class GAE(Part, frozen=True):
     """Less their mean and over their deviation, over the trained tokens of a batch; 0 without a spread."""
 
 
-Advantage = GroupRelative | LeaveOneOut | BatchNormalized | Return | GAE | NoReward
+Advantage = GroupRelative | LeaveOneOut | BatchNormalized | Return | TurnReturn | GAE | NoReward
 
 
 # ---- critics ----

@@ -96,4 +96,7 @@ def _with_rewards_shuffled(groups: Groups, seed: int) -> Groups:
     rewards = [member.reward for members in groups for member in members]
     random.Random(seed).shuffle(rewards)
     drawn = iter(rewards)
-    return [tuple(replace(member, reward=next(drawn)) for member in members) for members in groups]
+    return [
+        tuple(replace(member, reward=next(drawn), turn_rewards=()) for member in members)
+        for members in groups
+    ]

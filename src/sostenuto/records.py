@@ -118,6 +118,8 @@ class Trajectory:
     """Who teaches it; empty: nobody."""
     taught: tuple[Taught | None, ...] = ()
     """For each sequence what the teacher said of it; empty where no engine was asked."""
+    turn_rewards: tuple[float, ...] = ()
+    """What each turn earned, which adds up to the reward; empty where only that is known."""
     history: str = ""
     """Which history its one turn continues, of a program that has no environment and no reward."""
 
