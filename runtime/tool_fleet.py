@@ -254,13 +254,23 @@ async def open_fleet(links: Sequence[Link]) -> AsyncGenerator[ToolFleet]:
     """
     fleet = ToolFleet()
     keepers = [ToolKeeper(link, fleet) for link in links]
+    # Ended by us alone: programs that are cancelled with the block still give their environments back.
+    scopes = [anyio.CancelScope(shield=True) for _ in keepers]
+
+    async def keep(keeper: ToolKeeper, scope: anyio.CancelScope) -> None:
+        with scope:
+            await keeper.run()
+
     with lone_error():
         async with anyio.create_task_group() as group:
-            for keeper in keepers:
-                group.start_soon(keeper.run)
-            for keeper in keepers:
-                await keeper.tried.wait()
-            if not fleet.living:
-                raise ToolServerError(f"no tool server answers: {fleet.why_not()}")
-            yield fleet
-            group.cancel_scope.cancel()
+            for keeper, scope in zip(keepers, scopes, strict=True):
+                group.start_soon(keep, keeper, scope)
+            try:
+                for keeper in keepers:
+                    await keeper.tried.wait()
+                if not fleet.living:
+                    raise ToolServerError(f"no tool server answers: {fleet.why_not()}")
+                yield fleet
+            finally:
+                for scope in scopes:
+                    scope.cancel()
