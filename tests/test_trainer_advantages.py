@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from sostenuto.errors import Blame, RecordError
 from sostenuto.records import Producer, Span
 from sostenuto.trainer.advantages import group_advantages
-from sostenuto.trainer.algorithms import GRPO
+from sostenuto.trainer.algorithms import GRPO, RLOO, Reinforce, ReinforcePP
 from sostenuto.trainer.credit import credit
 from sostenuto.trainer.parts import GroupRelative
 from sostenuto.types import Outcome, OutcomeKind
@@ -50,6 +50,28 @@ def test_a_failed_member_trains_nothing_and_votes_in_nothing():
     samples = credit([members], GRPO(group_size=4, advantage=GroupRelative(normalize_std=False)))
     assert [s.origin for s in samples] == ["a", "c", "d"]
     assert [float(s.advantages[-1]) for s in samples] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+
+
+def test_an_empty_trajectory_and_one_without_a_reward_vote_in_nothing():
+    empty = trajectory("b", 1.0, sequences=((Span.fed(Producer.USER, [1, 2]),),))
+    members = (trajectory("a", 1.0), empty, trajectory("c", 0.0), trajectory("d", 0.0), trajectory("e", None))
+    samples = credit([members], GRPO(group_size=5, advantage=GroupRelative(normalize_std=False)))
+    assert [float(s.advantages[-1]) for s in samples] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_a_reward_that_is_not_finite_is_refused_by_every_comparison(wrong: float):
+    members = (trajectory("a", 1.0), trajectory("b", wrong))
+    for algorithm in (GRPO(), RLOO(), ReinforcePP(group_size=2), Reinforce(group_size=2)):
+        with pytest.raises(RecordError, match="a reward is not finite"):
+            credit([members], algorithm)
+
+
+def test_a_group_whose_members_all_failed_is_refused_where_members_are_compared():
+    members = (trajectory("a", 1.0, outcome=FAILED), trajectory("b", 0.0, outcome=FAILED))
+    with pytest.raises(RecordError, match="a group of 0 has nothing to compare"):
+        credit([members], GRPO(group_size=2))
+    assert credit([members], Reinforce(group_size=2)) == []
 
 
 def test_one_reward_counts_once_however_many_sequences_it_has():

@@ -19,8 +19,8 @@ Group = Sequence[Trajectory]
 def credit(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
     """Samples of a batch's valid members, each trained token with its trajectory's advantage.
 
-    A member that failed, or has no reward, votes in no statistic and trains nothing.  One that continues a
-    history has no reward: it votes in none either, and a teacher alone says what is learnt from it.
+    A member that failed, has no reward or nothing to train votes in no statistic and trains nothing.  One
+    that continues a history has no reward: it votes in none either, and a teacher alone says what is learnt.
     RecordError for members of several groups together, or rewards that cannot be compared.
     """
     for members in groups:
@@ -85,7 +85,8 @@ def _continue_history(members: Group) -> bool:
 
 
 def _is_valid(member: Trajectory, algorithm: Algorithm) -> bool:
-    return member.outcome is None and (member.reward is not None or not algorithm.needs_reward)
+    is_scored = member.reward is not None or not algorithm.needs_reward
+    return member.outcome is None and is_scored and member.trained_tokens > 0
 
 
 def _refuse_strangers(members: Group) -> None:
