@@ -115,6 +115,8 @@ class EngineEntry(Section):
 
 class TrainerProcessSettings(Section):
     threads: int = Field(default=1, gt=0)
+    processes: int = Field(default=1, gt=0)
+    """They share the model's weights, gradients and moments (FSDP2), and the sequences of each batch."""
 
 
 class DockerSection(Section):

@@ -42,13 +42,17 @@ def save_checkpoint(
 ) -> Path:
     """Write `root`/version-E.N and remove old ones.  TrainerError names the path on a full disk."""
     path = checkpoint_path(root, version)
+    # Gathered by all ranks, written by one.
+    weights, tensors = learner.policy.state(), _tensors(learner)
+    if learner.ranks.index:
+        return path
     try:
         with replacing(path) as part:
             _copy_companions(source, part)
-            learner.policy.save(part)
+            learner.policy.save(part, weights)
             if learner.policy.adapter is not None:
                 learner.policy.adapter.save(part / FOLDER)
-            save_tensors(_tensors(learner), part / _TENSORS)
+            save_tensors(tensors, part / _TENSORS)
             (part / _STATE).write_text(json.dumps(_state(learner, version), indent=1))
             if learner.critic is not None:
                 save_tensors(learner.critic.tensors(), part / _CRITIC)
@@ -57,7 +61,7 @@ def save_checkpoint(
                 _copy_companions(drafter.source, part / _DRAFT)
                 drafter.model.save(part / _DRAFT)
     except (OSError, SafetensorError) as error:
-        needed = sum(t.nbytes for t in _tensors(learner).values()) + weight_bytes(learner)
+        needed = sum(t.nbytes for t in tensors.values()) + weight_bytes(learner)
         raise TrainerError(f"checkpoint {path}, about {needed} bytes needed: {error}") from error
     retain(root, learner.settings.keep_checkpoints)
     return path
@@ -128,7 +132,7 @@ def _load_weights(learner: Learner, path: Path, state: dict[str, Any]) -> None:
     # Through transformers, which may keep weights in memory otherwise than on disk.
     saved = load_policy(path, learner.settings.dtype)
     try:
-        learner.policy.module.load_state_dict(saved.module.state_dict())
+        learner.policy.load(saved.module.state_dict())
     except RuntimeError as error:
         raise ConfigError(f"checkpoint {path}: weights of another model: {error}") from error
 

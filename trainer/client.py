@@ -70,10 +70,13 @@ _log = logging.getLogger(__name__)
 class TrainerClient:
     """Starts a trainer process with `threads` threads and speaks to it."""
 
-    def __init__(self, *, threads: int = 1) -> None:
-        if threads < 1:
-            raise ConfigError(f"trainer: threads must be at least 1, not {threads}")
+    def __init__(self, *, threads: int = 1, processes: int = 1) -> None:
+        """`processes` share the model and each batch; `threads` are of each."""
+        for name, value in (("threads", threads), ("processes", processes)):
+            if value < 1:
+                raise ConfigError(f"trainer: {name} must be at least 1, not {value}")
         self._threads = threads
+        self._processes = processes
         self._turn = anyio.Lock()
         self._words: deque[str] = deque(maxlen=_LAST_LINES)
         self._requests = 0
@@ -83,7 +86,7 @@ class TrainerClient:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = await _launch(theirs.fileno(), self._threads)
+                self._process = await _launch(theirs.fileno(), self._threads, self._processes)
             self._stream = await SocketStream.from_socket(ours)
         except BaseException:
             ours.close()  # a process that did start ends with its connection
@@ -262,20 +265,22 @@ class TrainerClient:
         self._silent.set()
 
 
-async def _launch(descriptor: int, threads: int) -> Process:
+async def _launch(descriptor: int, threads: int, processes: int) -> Process:
     environment = {
         **os.environ,
         # Threads that wait must not burn the core that others need; torch reads these when it loads.
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
+        # Ranks are on this machine, and talk to nobody else.
+        "GLOO_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
     }
     return await anyio.open_process(
-        [sys.executable, "-m", "sostenuto.trainer.process", str(descriptor)],
+        [sys.executable, "-m", "sostenuto.trainer.process", str(descriptor), "--processes", str(processes)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

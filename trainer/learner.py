@@ -11,7 +11,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from sostenuto.trainer.losses import supervised
 from sostenuto.trainer.model import Policy
 from sostenuto.trainer.objective import Losses, PolicyObjective
 from sostenuto.trainer.optimizer import Optimizer
+from sostenuto.trainer.ranks import ALONE, Ranks
 from sostenuto.trainer.reports import Exactness, StepReport
 from sostenuto.trainer.samples import Sample
 from sostenuto.trainer.settings import LearnerSettings
@@ -41,13 +43,27 @@ from sostenuto.types import Version
 Objective = Callable[[MicroBatch, Tally], Losses]
 
 
+class Turn(NamedTuple):
+    batch: MicroBatch
+    counts: bool
+    """Not where a rank only keeps others company."""
+
+
+def _weighted(objective: Objective, batch: MicroBatch, tally: Tally) -> Tensor:
+    with one_pass():
+        losses, weights = objective(batch, tally), as_tensor(batch.weights)
+    loss = (losses.policy * weights).sum()
+    tally.loss += float(loss.detach())
+    return loss if losses.value is None else loss + (losses.value * weights).sum()
+
+
 class Learner:
     """The weights, their optimizer and their name.
 
     `version` is what the engines know the loaded weights by.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each model and who holds it
         self,
         policy: Policy,
         settings: LearnerSettings,
@@ -57,11 +73,15 @@ class Learner:
         reference: Policy | None = None,
         teachers: Mapping[str, Policy] | None = None,
         critic: Critic | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`reference`: what a KL is measured from.  `teachers`: those that are models here, by name.
 
-        `critic`: what says values.
+        `critic`: what says values.  `ranks`: those that hold `policy` together.
         """
+        if critic is not None and ranks.count > 1:
+            raise ConfigError("trainer.processes: a critic is trained in one process; give 1")
+        self.ranks = ranks
         self.policy = policy
         self.reference = reference
         self.teachers = Teachers(policy, teachers or {})
@@ -79,7 +99,7 @@ class Learner:
         above = {"auto": settings.microbatch_tokens, "always": 0, "never": math.inf}
         policy.recompute(above[settings.activation_checkpointing])
         seed_everything(seed)
-        self.optimizer = Optimizer(policy.module, settings)
+        self.optimizer = Optimizer(policy.module, settings, ranks)
 
     def fit(self, samples: list[Sample], algorithm: SFT) -> StepReport:
         """One supervised step."""
@@ -189,41 +209,39 @@ class Learner:
         self, samples: list[Sample], weights: list[float], objective: Objective, movers: list[Optimizer]
     ) -> StepReport:
         started_s, started_cpu_s = time.perf_counter(), time.process_time()
-        batches = self._batches(samples, weights)
+        turns = self._turns(samples, weights)
         rate, tally = self.optimizer.learning_rate, Tally()
-        refused = self._backward(batches, objective, tally, movers)
+        refused = self._backward(turns, objective, tally, movers)
         norm, refused = (math.nan, refused) if refused else self._move(movers)
         if not refused:
             self.step += 1
             self.version = None if self.optimizer in movers else self.version
-        return tally.report(
+        return self._summed(tally).report(
             step=self.step,
             grad_norm=norm,
             learning_rate=rate,
             samples=len(samples),
-            micro_batches=len(batches),
+            micro_batches=sum(self.ranks.gather(sum(counts for _, counts in turns))),
             tokens=sum(len(sample) for sample in samples),
             masked_tokens=sum(sample.masked_tokens for sample in samples),
             elapsed_s=time.perf_counter() - started_s,
-            cpu_s=time.process_time() - started_cpu_s,
+            cpu_s=self.ranks.total(time.process_time() - started_cpu_s),
             refused=refused,
         )
 
     def _backward(
-        self, batches: list[MicroBatch], objective: Objective, tally: Tally, movers: list[Optimizer]
+        self, turns: list[Turn], objective: Objective, tally: Tally, movers: list[Optimizer]
     ) -> str:
         """Sum up the gradient; why there is none, if so."""
-        for batch in batches:
-            with one_pass():
-                losses, weights = objective(batch, tally), as_tensor(batch.weights)
-            loss = (losses.policy * weights).sum()
-            tally.loss += float(loss.detach())
-            if losses.value is not None:
-                loss = loss + (losses.value * weights).sum()
-            if not math.isfinite(total := float(loss.detach())):
+        for batch, counts in turns:
+            loss = self.policy.inside(partial(_weighted, objective, batch, tally if counts else Tally()))
+            total = float(loss.detach())
+            if not self.ranks.every(math.isfinite(total)):
+                self.policy.give_up()
                 _discard(movers)
-                return f"the loss is {total}"
-            backpropagate(loss)
+                return f"the loss is {self.ranks.total(total)}"
+            # FSDP averages over ranks, and the loss is a sum.
+            backpropagate(loss * self.ranks.count)
             for optimizer in movers:
                 optimizer.accumulate()
         return ""
@@ -242,21 +260,41 @@ class Learner:
             other.step()
         return norm, ""
 
-    def _batches(self, samples: list[Sample], weights: list[float]) -> list[MicroBatch]:
+    def _summed(self, tally: Tally) -> Tally:
+        """Over all ranks."""
+        whole = Tally()
+        for part in self.ranks.gather(tally):
+            whole.add_tally(part)
+        return whole
+
+    def _turns(self, samples: list[Sample], weights: list[float]) -> list[Turn]:
+        """This rank's share; where another has more to do, a micro-batch again that counts nothing."""
         self._refuse_unknown_ids(samples)
         trained = [index for index, sample in enumerate(samples) if sample.masked_tokens]
         fresh = [self._is_fresh(sample) for sample in samples]
-        batches = [
-            collate(samples, [same[i] for i in group], weights, fresh)
-            for same in by_teacher(samples, trained)
-            for group in self._plan([len(samples[index]) for index in same])
+        groups = [
+            self._groups(samples, [trained[i] for i in share])
+            for share in self.ranks.shares([len(samples[index]) for index in trained])
         ]
+        own = groups[self.ranks.index]
+        idle = max(map(len, groups)) - len(own)
+        turns = [Turn(collate(samples, group, weights, fresh), True) for group in own]
+        if idle:
+            again = next(group for share in groups for group in share)
+            batch = collate(samples, again, [0.0] * len(samples), fresh)
+            turns += [Turn(batch, False)] * idle
         if self.settings.routing_replay:
-            return batches
-        return [replace(batch, experts=None) for batch in batches]
+            return turns
+        return [Turn(replace(batch, experts=None), counts) for batch, counts in turns]
 
-    def _plan(self, lengths: list[int]) -> list[list[int]]:
-        return plan(lengths, self.settings.microbatch_tokens, padded=not self.policy.packs)
+    def _groups(self, samples: list[Sample], indices: list[int]) -> list[list[int]]:
+        """Which of `indices` run together."""
+        budget, padded = self.settings.microbatch_tokens, not self.policy.packs
+        return [
+            [same[i] for i in group]
+            for same in by_teacher(samples, indices)
+            for group in plan([len(samples[index]) for index in same], budget, padded=padded)
+        ]
 
     def _placed(self, samples: list[Sample], score: Callable[[MicroBatch], Tensor]) -> list[Floats]:
         """(T,) for each sample: `score` of the masked tokens, NaN elsewhere."""
@@ -267,14 +305,14 @@ class Learner:
 
     def _scored(self, samples: list[Sample], score: Callable[[MicroBatch], Tensor]) -> list[NDArray[Any]]:
         """What `score` finds for the masked tokens of each sample, in the order of the samples."""
-        found: list[NDArray[Any]] = [np.zeros(0)] * len(samples)
+        mine: dict[int, NDArray[Any]] = {}
         with torch.no_grad():
-            for batch in self._batches(samples, [0.0] * len(samples)):
+            for batch, _ in self._turns(samples, [0.0] * len(samples)):
                 ends = np.cumsum([samples[index].masked_tokens for index in batch.indices])
-                parts = np.split(as_array(score(batch)), ends[:-1])
-                for index, part in zip(batch.indices, parts, strict=True):
-                    found[index] = part
-        return found
+                found = as_array(self.policy.inside(partial(score, batch)))
+                mine |= dict(zip(batch.indices, np.split(found, ends[:-1]), strict=True))
+        known = {index: part for share in self.ranks.gather(mine) for index, part in share.items()}
+        return [known.get(index, np.zeros(0)) for index in range(len(samples))]
 
     def _refuse_unknown_ids(self, samples: list[Sample]) -> None:
         size = self.policy.tokenizer_size

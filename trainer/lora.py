@@ -102,7 +102,7 @@ class Adapter:
 
 def possible_targets(module: "PreTrainedModel") -> list[str]:
     """Names of the linear layers that may get an adapter: all but the output layer and routers."""
-    head: object = module.get_output_embeddings()
+    head = cast("Any", module).get_output_embeddings()
     return sorted(
         {
             path.rpartition(".")[2]

@@ -9,7 +9,7 @@ Suffixes: N = tokens of all sequences, M = the positions asked for.
 
 import inspect
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from sostenuto.trainer import packing
 from sostenuto.trainer.head import Head
 from sostenuto.trainer.lora import Adapter
 from sostenuto.trainer.quantization import Format, compute_with, fake_quantize, quantized_weights
+from sostenuto.trainer.ranks import as_shared, inside, reshard, shard, whole
 from sostenuto.trainer.recomputation import Recomputation
 from sostenuto.trainer.routing import UNKNOWN, Routers, find_routers
 from sostenuto.trainer.settings import LearnerSettings
@@ -60,6 +61,8 @@ class Policy:
     """What learns in place of all weights."""
     source: Path = Path()
     """The folder it was read from."""
+    shared: bool = False
+    """Whether several ranks hold it together; then `inside` is where it runs."""
 
     @property
     def parameters(self) -> int:
@@ -71,7 +74,8 @@ class Policy:
 
     @property
     def architecture(self) -> str:
-        return type(self.module).__name__
+        # FSDP makes a class of its own of the model's.
+        return type(self.module).__name__.removeprefix("FSDP")
 
     @property
     def decoder(self) -> nn.Module:
@@ -86,13 +90,41 @@ class Policy:
     def vocabulary_size(self) -> int:
         return _rows(self.module)
 
-    def save(self, directory: Path) -> None:
-        """Write config.json and safetensors as transformers does."""
-        cast("Any", self.module).save_pretrained(str(directory), state_dict=self.state())
+    def save(self, directory: Path, state: dict[str, Tensor] | None = None) -> None:
+        """Write config.json and safetensors as transformers does.  `state`: what `state` has given."""
+        cast("Any", self.module).save_pretrained(str(directory), state_dict=state or self.state())
 
     def state(self) -> dict[str, Tensor]:
-        """The weights by the names of the architecture, with what an adapter adds."""
-        return self.adapter.merged() if self.adapter else self.module.state_dict()
+        """The weights by the names of the architecture, with what an adapter adds; all ranks ask, or none."""
+        if self.adapter is not None:
+            return self.adapter.merged()
+        if not self.shared:
+            return self.module.state_dict()
+        named = cast("dict[str, Tensor]", self.module.state_dict(keep_vars=True))
+        # A parameter of two names is gathered once.
+        gathered = {id(tensor): whole(tensor.detach()) for tensor in named.values()}
+        return {name: gathered[id(tensor)] for name, tensor in named.items()}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Take over whole weights.  RuntimeError for those of another model."""
+        if not self.shared:
+            self.module.load_state_dict(state)
+            return
+        own = cast("dict[str, Tensor]", self.module.state_dict(keep_vars=True))
+        if own.keys() != state.keys() or any(own[name].shape != state[name].shape for name in own):
+            raise RuntimeError("names or shapes differ")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(as_shared(state[name], tensor))
+
+    def inside(self, compute: Callable[[], Tensor]) -> Tensor:
+        """compute(), which runs this model; all ranks at once where they share it."""
+        return inside(self.module, compute) if self.shared else compute()
+
+    def give_up(self) -> None:
+        """After a pass `inside` whose gradient nobody asks for."""
+        if self.shared:
+            reshard(self.module)
 
     def features(
         self,
@@ -213,6 +245,16 @@ def open_policy(directory: Path, settings: LearnerSettings, *, seed: int) -> Pol
     if settings.lora is None:
         return policy
     return replace(policy, adapter=Adapter(policy.module, settings.lora, seed))
+
+
+def shared_policy(policy: Policy) -> Policy:
+    """`policy`, of which every rank keeps a share.  ConfigError where that cannot be."""
+    layers = policy.recomputation.layers if policy.recomputation else ()
+    if policy.adapter is not None or not policy.plain_head or not layers:
+        why = "lora moves too little to be shared" if policy.adapter else "its layers are not known"
+        raise ConfigError(f"trainer.processes: {policy.architecture}: {why}; train it in one process")
+    shard(policy.module, layers)
+    return replace(policy, shared=True)
 
 
 def load_reference(directory: Path, policy: Policy, dtype: str, *, role: str = "reference") -> Policy:

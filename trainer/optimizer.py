@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sostenuto.errors import ConfigError
+from sostenuto.trainer.ranks import ALONE, Ranks, as_shared, local, whole
 from sostenuto.trainer.settings import LearnerSettings, Schedule
 
 
@@ -33,8 +34,10 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 class Optimizer:
     """Owns the gradient of one model and moves its weights."""
 
-    def __init__(self, module: nn.Module, settings: LearnerSettings) -> None:
+    def __init__(self, module: nn.Module, settings: LearnerSettings, ranks: Ranks = ALONE) -> None:
+        """`ranks`: those that share the module's parameters."""
         self._settings = settings
+        self._ranks = ranks
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._masters = {
             name: p if _is_exact(p) else p.detach().to(torch.float32) for name, p in self._parameters.items()
@@ -71,11 +74,11 @@ class Optimizer:
     @property
     def is_finite(self) -> bool:
         """Whether the gradient is."""
-        return math.isfinite(_global_norm(self._masters.values()))
+        return math.isfinite(_squares(self._masters.values()))
 
     def step(self) -> tuple[float, bool]:
         """Clip and apply the gradient; its norm before clipping, and whether the weights moved."""
-        norm = _global_norm(self._masters.values())
+        norm = math.sqrt(self._ranks.total(_squares(self._masters.values())))
         if not math.isfinite(norm):
             self.discard()
             return norm, False
@@ -93,9 +96,9 @@ class Optimizer:
         state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             for key, value in self._adamw.state[master].items():
-                state[f"{key}.{name}"] = value
+                state[f"{key}.{name}"] = whole(value)
             if master is not self._parameters[name]:
-                state[f"master.{name}"] = master
+                state[f"master.{name}"] = whole(master)
         return state
 
     def load(self, tensors: dict[str, Tensor], schedule: Schedule, steps: int) -> None:
@@ -106,10 +109,11 @@ class Optimizer:
             kind, _, name = key.partition(".")
             if name not in self._masters:
                 raise ConfigError(f"checkpoint: optimizer state for {name!r}, which the model does not have")
+            master = self._masters[name]
             if kind == "master":
-                self._masters[name].copy_(value)
+                master.copy_(as_shared(value, master))
             else:
-                self._adamw.state[self._masters[name]][kind] = value.clone()
+                self._adamw.state[master][kind] = as_shared(value, master).clone()
         self._write_back()
 
     def _fresh(self) -> torch.optim.AdamW:
@@ -137,9 +141,10 @@ def _is_exact(parameter: Tensor) -> bool:
     return torch.promote_types(parameter.dtype, torch.float32) == parameter.dtype
 
 
-def _global_norm(tensors: Iterable[Tensor]) -> float:
-    squares = [tensor.grad.square().sum() for tensor in tensors if tensor.grad is not None]
-    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+def _squares(tensors: Iterable[Tensor]) -> float:
+    """Of the gradients of what this rank holds, summed."""
+    squares = [local(tensor.grad).square().sum() for tensor in tensors if tensor.grad is not None]
+    return float(torch.stack(squares).sum()) if squares else 0.0
 
 
 def _scale(tensors: Iterable[Tensor], factor: float) -> None:

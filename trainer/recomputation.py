@@ -25,7 +25,7 @@ class Recomputation:
 
     def __init__(self, module: nn.Module) -> None:
         layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
-        self.layers = len(layers)
+        self.layers: tuple[nn.Module, ...] = tuple(layers)
         self.above_tokens: float = math.inf
         self._around: Around | None = None
         for layer in layers:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import assert_never
 
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from sostenuto.errors import TrainerError
 from sostenuto.trainer.algorithms import SFT, Algorithm, AnyAlgorithm
@@ -12,10 +13,11 @@ from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint, we
 from sostenuto.trainer.critic import Critic, open_critic
 from sostenuto.trainer.drafter import Drafter, open_drafter
 from sostenuto.trainer.learner import Learner
-from sostenuto.trainer.model import Policy, load_reference, open_policy
+from sostenuto.trainer.model import Policy, load_reference, open_policy, shared_policy
 from sostenuto.trainer.parts import Critic as CriticPart
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.trainer.publication.sender import Sender, unique_tensors
+from sostenuto.trainer.ranks import ALONE, Ranks
 from sostenuto.trainer.reports import Exactness, StepReport, TrainerFacts
 from sostenuto.trainer.samples import Sample
 from sostenuto.trainer.settings import LearnerSettings, Schedule
@@ -34,6 +36,7 @@ from sostenuto.trainer.wire import (
     Values,
     sample_from_wire,
 )
+from sostenuto.types import Version
 
 Result = TrainerFacts | StepReport | Exactness | str | list[bytes] | bytes | None
 
@@ -44,7 +47,9 @@ _CRITIC: TypeAdapter[CriticPart] = TypeAdapter(CriticPart)
 class Session:
     """One model, one learner, one sender, and the draft model that learns beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        """`ranks`: those that carry out the same commands; the first one alone writes and publishes."""
+        self._ranks = ranks
         self._learner: Learner | None = None
         self._drafter: Drafter | None = None
         self._sender: Sender | None = None
@@ -58,7 +63,8 @@ class Session:
             case Fit() | Learn() | Exact() | Logprobs() | Values():
                 return self._compute(command, [sample_from_wire(sample) for sample in command.samples])
             case Publish():
-                return self._publish(command).model_dump_json().encode()
+                manifest = self._publish(command)
+                return manifest and manifest.model_dump_json().encode()
             case Save() | Restore() | ResetOptimizer():
                 return self._keep(command)
             case Close():
@@ -84,6 +90,8 @@ class Session:
         # Before the learner, which seeds what is drawn at random.
         self._drafter = open_drafter(command.draft_directory, policy, settings)
         folder = command.reference_directory
+        if self._ranks.count > 1:
+            policy = shared_policy(policy)
         reference = None if folder is None else load_reference(Path(folder), policy, settings.dtype)
         teachers = {
             name: load_reference(Path(folder), policy, settings.dtype, role=f"teacher {name}")
@@ -97,10 +105,12 @@ class Session:
             reference=reference,
             teachers=teachers,
             critic=self._open_critic(command, policy, settings),
+            ranks=self._ranks,
         )
         self.close()
         directory = settings.publication_directory
-        self._sender = Sender(Path(directory) if directory else None)
+        if not self._ranks.index:
+            self._sender = Sender(Path(directory) if directory else None)
         return self._facts()
 
     def _open_critic(self, command: Open, policy: Policy, settings: LearnerSettings) -> Critic | None:
@@ -148,19 +158,19 @@ class Session:
         drafter = self._drafter
         return replace(report, draft_loss=drafter.learn(samples, temperature)) if drafter else report
 
-    def _publish(self, command: Publish) -> Manifest:
+    def _publish(self, command: Publish) -> Manifest | None:
+        """None but for the first rank."""
         learner = self._ready
-        if self._sender is None:
-            raise TrainerError("the trainer has no model yet; call open first")
         learner.check_name(command.version)
         tensors = unique_tensors(learner.policy.state())
-        if self._drafter:
-            both = [*tensors, *self._drafter.named()]
-            manifest = self._sender.publish(command.version, both, selector="all")
-        else:
-            manifest = self._sender.publish(command.version, tensors)
+        manifest = self._sender and self._sent(self._sender, command.version, tensors)
         learner.name(command.version)
         return manifest
+
+    def _sent(self, sender: Sender, version: Version, tensors: list[tuple[str, Tensor]]) -> Manifest:
+        if self._drafter:
+            return sender.publish(version, [*tensors, *self._drafter.named()], selector="all")
+        return sender.publish(version, tensors)
 
     def _keep(self, command: Save | Restore | ResetOptimizer) -> TrainerFacts | str:
         learner = self._ready

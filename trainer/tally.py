@@ -1,6 +1,6 @@
 """Sums over a batch's masked tokens, added micro-batch by micro-batch, in float64."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -97,6 +97,17 @@ class Tally:
     def explained_variance(self) -> float | None:
         spread = self.returns.variance
         return 1.0 - self.errors.variance / spread if spread > 0 else None
+
+    def add_tally(self, other: "Tally") -> None:
+        """What another rank has summed."""
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            if isinstance(mine, Mean | Spread):
+                for part in fields(mine):
+                    setattr(mine, part.name, getattr(mine, part.name) + getattr(value, part.name))
+        self.loss += other.loss
+        if other.largest is not None:
+            self.largest = max(self.largest or 0.0, other.largest)
 
     def report(  # noqa: PLR0913 - one keyword for each fact that is not summed here
         self,

@@ -38,7 +38,7 @@ async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
     continuations = await open_continuations(job)
     with lone_error():
         async with (
-            TrainerClient(threads=premises.config.trainer.threads) as trainer,
+            TrainerClient(**premises.config.trainer.model_dump()) as trainer,
             open_lessons(job, premises, continuations.histories) as lessons,
             open_workshop(
                 premises,
