@@ -105,12 +105,16 @@ async def pupil(course: Course, teacher: Path) -> Trained:
 
 
 async def student_of_both(course: Course, teachers: Mapping[Domain, Path]) -> Path:
-    """Both domains mixed, each taught by its own specialist over the whole vocabulary."""
+    """Both domains mixed, each taught by its own specialist over the whole vocabulary.
+
+    It has seen demonstrations of both: a student that never samples what its teacher would do has next to no
+    gradient towards it.
+    """
     job = _job(course, "both", DOMAINS, steps=course.both_steps)
     assigned = tuple(
         Teacher(name=domain, model=model, tasks={"domain": domain}) for domain, model in teachers.items()
     )
-    taught = replace(_taught(job, *assigned), eval_tasks=())
+    taught = replace(_taught(job, *assigned), eval_tasks=(), warm_start=_IMITATION)
     return (await _trained(course, taught)).model
 
 
