@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from sostenuto.trainer.retention import checkpoints, replacing
 from sostenuto.types import Version
 from trainer_world import V0, learner, random_samples, write_model
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "schedule": {"learning_rate": 1e-2, "shape": "cosine", "total_steps": 9, "warmup_steps": 2},
     "weight_decay": 0.1,
 }
