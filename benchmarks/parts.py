@@ -10,7 +10,7 @@ from benchmarks.telling import Telling, end_in_order
 
 PARTS = {
     "engines": ("decode", "memory", "exactness", "fleet", "adapters", "speculation"),
-    "learning": ("methods", "trl", "distillation"),
+    "learning": ("methods", "trl", "distillation", "speed"),
     "gateway": ("cost", "pressure", "fuzz", "schema", "clients", "conformance"),
 }
 
