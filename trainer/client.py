@@ -103,6 +103,9 @@ class TrainerClient:
     ) -> None:
         with anyio.CancelScope(shield=True):
             await self.close()
+            # Its other processes end with it, a moment later, and hold the pipe until then.
+            with anyio.move_on_after(_GRACE_S):
+                await self._silent.wait()
         self._group.cancel_scope.cancel()
         await self._group.__aexit__(kind, error, trace)
         with anyio.CancelScope(shield=True):
