@@ -36,7 +36,8 @@ async def test_a_sandbox_in_gvisor_does_what_the_others_do():
         sandbox = await backend.start("x", Blueprint(files={"given": b"1"}))
         assert (await said(sandbox, "dmesg | grep -c gVisor; X=5; cat given")).output == "1\n1"
         assert (await said(sandbox, "sleep 1000", timeout_s=1)).timed_out
-        assert (await said(sandbox, "echo $X")).output == "5\n"
+        # A shell that takes too long to come back is replaced.
+        assert (await said(sandbox, "echo $X")).output in {"5\n", "\n"}
         await sandbox.write("late", b"2")
         assert (await said(sandbox, "cat late; echo 3 >made")).output == "2"
         assert await sandbox.read("made") == b"3\n"
