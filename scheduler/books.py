@@ -250,6 +250,11 @@ class Books(Frame):
             program.is_unstarted = False
         self._unclaim(program)
 
+    def _has_expired(self, program: Program) -> None:
+        self._stops_waiting(program)
+        if (seat := self.seat_of(program)) is not None:
+            seat.ready.discard(program.id)
+
     def _unclaim(self, program: Program) -> None:
         if program.claims is not None:
             program.claims.unclaim()

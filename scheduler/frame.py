@@ -102,8 +102,10 @@ class Frame(ABC):
         for an event that the lifecycle does not allow.
         """
         actions = self._handlers[type(event)](event, now_s)
-        # The shell ends those programs, which then report Finished.
-        actions += map(Expire, self._leases.expired(self._programs, now_s))
+        for program_id in self._leases.expired(self._programs, now_s):
+            # The shell ends it, and reports Finished; until then nothing else is said of it.
+            self._has_expired(self._programs[program_id])
+            actions.append(Expire(program_id))
         actions += self._decide(now_s)
         actions += self._prepare(now_s)
         return actions
@@ -167,6 +169,10 @@ class Frame(ABC):
     def _tool_is_known(self, program: Program, acted_s: float, queued_s: float, now_s: float) -> None:
         """How long a tool call took, and waited of that, before the program becomes runnable."""
         del program, acted_s, queued_s, now_s
+
+    def _has_expired(self, program: Program) -> None:
+        """It is about to be ended: it is started no more."""
+        del program
 
     def _has_finished(self, program: Program, now_s: float) -> None:
         """The program is about to be forgotten."""

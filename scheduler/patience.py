@@ -24,9 +24,9 @@ class Patience:
     def __init__(self) -> None:
         # Not a dict: it passes over gaps to find its first, and is copied whole when it grows.
         self._line = SortedDict[int, Program]()
-        self._places: dict[ProgramId, int] = {}
+        self._places: dict[ProgramId, tuple[int, int]] = {}
+        """Place in the line, and how many stood before it."""
         self._came = 0
-        self._ahead: dict[ProgramId, int] = {}
         self.longest_turn_s = 0.0
         self.longest_bound_s = 0.0
         """Of the programs that were served so far."""
@@ -45,15 +45,13 @@ class Patience:
         """Nothing to do for one that waits already: it keeps its place."""
         if program.id not in self._places:
             self._came += 1
-            self._ahead[program.id] = len(self._line)
-            self._places[program.id] = self._came
+            self._places[program.id] = self._came, len(self._line)
             self._line[self._came] = program
 
     def stopped_waiting(self, program: Program) -> None:
         place = self._places.pop(program.id, None)
         if place is not None:
-            del self._line[place]
-            del self._ahead[program.id]
+            del self._line[place[0]]
 
     def is_anybody_due(self, until_s: float) -> bool:
         return len(self._line) > 0 and self._line.peekitem(0)[1].runnable_since_s <= until_s
@@ -70,7 +68,7 @@ class Patience:
 
     def bound_s(self, program: Program, patience_s: float, engines: int) -> float:
         """The longest that `program`, which waits, may have to."""
-        return patience_s + (ceil(self._ahead[program.id] / engines) + 1) * self.longest_turn_s
+        return patience_s + (ceil(self._places[program.id][1] / engines) + 1) * self.longest_turn_s
 
     def turn_took(self, seconds: float) -> None:
         self.longest_turn_s = max(self.longest_turn_s, seconds)

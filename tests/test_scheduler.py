@@ -283,6 +283,15 @@ def test_a_silent_program_is_expired_once_and_news_of_it_renew_the_lease():
     assert scheduler.apply(Tick(), 99.0) == []
 
 
+def test_of_a_program_that_has_expired_nothing_else_is_said():
+    scheduler = Scheduler()
+    scheduler.apply(Submitted(ProgramId("a"), lease_s=10.0), 0.0)
+    scheduler.apply(Prepared(ProgramId("a"), Footprint(50), 10), 0.0)
+    too_small = EngineJoined(ENGINES[0], Version(0, 0), 20, 8)
+    assert scheduler.apply(too_small, 10.0) == [Expire(ProgramId("a"))]
+    assert scheduler.apply(EngineJoined(ENGINES[1], Version(0, 0), 100, 8), 11.0) == []
+
+
 def test_kv_dropped_by_an_update_sends_acting_programs_to_wait_without_it():
     scheduler = scheduler_with()
     started(scheduler, "a", 40)
