@@ -1,3 +1,4 @@
+# pyright: basic, reportMissingImports=false
 """TRL's side of the comparison, run by the Python of its environment: the protocol of `learning_sides`.
 
 A step is what `GRPOTrainer` does with a batch that was generated: its loss, backward, clipping, AdamW.
