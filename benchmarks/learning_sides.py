@@ -53,7 +53,7 @@ def bare(folder: Path) -> Step:
         for row, (prompt, tokens) in enumerate(zip(batch["prompts"], whole, strict=True)):
             labels[row, len(prompt) : len(tokens)] = ids[row, len(prompt) : len(tokens)]
         # Padding is to the right of all that counts, so attention needs no mask.
-        cast("Any", model(input_ids=ids, labels=labels).loss).backward()
+        model(input_ids=ids, labels=labels).loss.backward()
         cast("Any", torch.nn.utils).clip_grad_norm_(model.parameters(), 1.0)
         cast("Any", optimizer).step()
         optimizer.zero_grad()
