@@ -103,7 +103,6 @@ class Frame(ABC):
         """
         actions = self._handlers[type(event)](event, now_s)
         for program_id in self._leases.expired(self._programs, now_s):
-            # The shell ends it, and reports Finished; until then nothing else is said of it.
             self._has_expired(self._programs[program_id])
             actions.append(Expire(program_id))
         actions += self._decide(now_s)
@@ -113,17 +112,14 @@ class Frame(ABC):
     def wake_at_s(self) -> float | None:
         """When a Tick is due: a lease ends or the policy wants to look again."""
         look_s = self._look_again_s()
-        wake_s = self._leases.next_s if look_s is None else min(self._leases.next_s, look_s)
+        wake_s = min(self._leases.next_s, NEVER if look_s is None else look_s)
         return None if wake_s == NEVER else wake_s
 
     def snapshot(self) -> Snapshot:
         return Snapshot.of(
-            self._programs.values(),
-            self._engines.values(),
-            waiting=self._waiting_count(),
-            late_events=self._late_events,
-            waited_s=self._waited_s,
-        )
+            self._programs.values(), self._engines.values(), waiting=self._waiting_count(),
+            late_events=self._late_events, waited_s=self._waited_s,
+        )  # fmt: skip
 
     def waits_of(self, program_id: ProgramId) -> dict[Reason, float]:
         """Seconds that a program which is not over has waited so far, by reason."""
@@ -171,7 +167,7 @@ class Frame(ABC):
         del program, acted_s, queued_s, now_s
 
     def _has_expired(self, program: Program) -> None:
-        """It is about to be ended: it is started no more."""
+        """It is ended: nothing else is said of it."""
         del program
 
     def _has_finished(self, program: Program, now_s: float) -> None:
