@@ -34,19 +34,25 @@ class Service:
 
 
 @asynccontextmanager
-async def service(*answers: Handler) -> AsyncGenerator[Service]:
-    made = Service(list(answers))
+async def listening(handler: Handler) -> AsyncGenerator[str]:
+    """Answers whatever comes; its URL."""
     application = web.Application()
-    application.router.add_route("*", "/{path:.*}", made.handle)
+    application.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        made.url = f"http://127.0.0.1:{site.port}"
-        yield made
+        yield f"http://127.0.0.1:{site.port}"
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def service(*answers: Handler) -> AsyncGenerator[Service]:
+    made = Service(list(answers))
+    async with listening(made.handle) as made.url:
+        yield made
 
 
 def saying(text: str, status: int = 200, **headers: str) -> Handler:

@@ -13,7 +13,7 @@ from aiohttp import web
 import sostenuto as so
 from agents import hosting
 from fakes_agents import Riddle, chat, user
-from remote_services import hanging_up
+from remote_services import hanging_up, listening
 from scripted import says, specs_of, write_tokenizer_folder
 from sostenuto.errors import Blame, ConfigError
 from sostenuto.records import validate
@@ -51,17 +51,9 @@ class Remote:
 @asynccontextmanager
 async def remote(*begins: Handler, asked: tuple[Handler, ...] = ()) -> AsyncGenerator[Remote]:
     made = Remote(list(begins), list(asked))
-    application = web.Application()
-    application.router.add_route("*", "/{path:.*}", made.handle)
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        made.url = f"http://127.0.0.1:{site.port}/run"
+    async with listening(made.handle) as url:
+        made.url = f"{url}/run"
         yield made
-    finally:
-        await runner.cleanup()
 
 
 async def runs(service: Remote, _request: web.Request) -> web.StreamResponse:

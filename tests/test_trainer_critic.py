@@ -26,6 +26,7 @@ from sostenuto.trainer.settings import Schedule
 from sostenuto.types import Version
 from trainer_world import (
     V0,
+    Recorder,
     credit_by,
     learner,
     random_samples,
@@ -46,17 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gpt2(tmp_path_factory.mktemp("gpt2"))
-
-
-class Recorder(Optimizer):
-    """Keeps the gradient of a step and does not move."""
-
-    gradient: dict[str, torch.Tensor]
-
-    def step(self) -> tuple[float, bool]:
-        self.gradient = {name: p.grad.clone() for name, p in self._masters.items() if p.grad is not None}
-        self.discard()
-        return 0.0, False
 
 
 class CriticRecorder(Recorder):

@@ -14,12 +14,12 @@ from sostenuto.trainer.algorithms import GRPO, SFT
 from sostenuto.trainer.credit import credit
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import load_policy
-from sostenuto.trainer.optimizer import Optimizer
 from sostenuto.trainer.parts import Aggregation
 from sostenuto.trainer.samples import Sample, demonstration
 from sostenuto.types import Version
 from trainer_world import (
     V0,
+    Recorder,
     learner,
     random_samples,
     sampled,
@@ -56,19 +56,6 @@ def chosen(*token_ids: int, logprob: float = -1.0, advantage: float = 1.0) -> Sa
         np.array(token_ids, dtype=np.int32), np.arange(n) > 0, np.full(n, logprob, dtype=np.float32),
         np.full(n, advantage, dtype=np.float32), V0, "program",
     )  # fmt: skip
-
-
-class Recorder(Optimizer):
-    """Keeps the gradient of a step and does not move."""
-
-    gradient: dict[str, torch.Tensor]
-
-    def step(self) -> tuple[float, bool]:
-        self.gradient = {
-            name: master.grad.clone() for name, master in self._masters.items() if master.grad is not None
-        }
-        self.discard()
-        return 0.0, False
 
 
 def gradient(

@@ -29,7 +29,6 @@ from sostenuto.trainer.algorithms import (
 )
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import load_policy, load_reference
-from sostenuto.trainer.optimizer import Optimizer
 from sostenuto.trainer.parts import (
     KL,
     TIS,
@@ -48,6 +47,7 @@ from sostenuto.trainer.wire import sample_from_wire, sample_to_wire
 from sostenuto.types import Version
 from trainer_world import (
     V0,
+    Recorder,
     credit_by,
     learner,
     random_samples,
@@ -118,17 +118,6 @@ def test_every_method_learns_to_choose_what_pays(folder: Path, method: str):
         subject.name(Version(0, number))
     _, after = choices(subject, 20)
     assert after[paying] > 0.85
-
-
-class Recorder(Optimizer):
-    """Keeps the gradient of a step and does not move."""
-
-    gradient: dict[str, torch.Tensor]
-
-    def step(self) -> tuple[float, bool]:
-        self.gradient = {name: p.grad.clone() for name, p in self._masters.items() if p.grad is not None}
-        self.discard()
-        return 0.0, False
 
 
 def exactly(folder: Path, reference: Path | None = None) -> tuple[Learner, Recorder]:

@@ -18,7 +18,6 @@ from sostenuto.trainer.buffer import Buffer
 from sostenuto.trainer.credit import credit
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import Policy, load_policy, load_reference
-from sostenuto.trainer.optimizer import Optimizer
 from sostenuto.trainer.parts import NoReward, Teaching
 from sostenuto.trainer.samples import TEACHER, TEACHER_TOP, TEACHER_TOP_IDS, Sample
 from sostenuto.trainer.settings import LearnerSettings
@@ -26,7 +25,16 @@ from sostenuto.trainer.teaching import Teachers
 from sostenuto.trainer.tensors import as_array
 from sostenuto.trainer.wire import sample_from_wire, sample_to_wire
 from sostenuto.types import GroupId, ProgramId
-from trainer_world import V0, random_samples, sampled, trajectory, write_bigram, write_gpt2, write_model
+from trainer_world import (
+    V0,
+    Recorder,
+    random_samples,
+    sampled,
+    trajectory,
+    write_bigram,
+    write_gpt2,
+    write_model,
+)
 
 P, U, B, D, A, C = range(6)
 STUDENT = {P: {U: 0.5}, U: {B: 0.2, A: 0.3}, B: {D: 0.4}}
@@ -59,19 +67,6 @@ def own_path(*, advantage: float = 0.0, teacher: str = "teacher", said: list[flo
         np.where(mask, advantage, 0.0).astype(np.float32), V0, "program", teacher=teacher,
         extras={} if said is None else {TEACHER: np.array(said, dtype=np.float32)},
     )  # fmt: skip
-
-
-class Recorder(Optimizer):
-    """Keeps the gradient of a step and does not move."""
-
-    gradient: dict[str, torch.Tensor]
-
-    def step(self) -> tuple[float, bool]:
-        self.gradient = {
-            name: master.grad.clone() for name, master in self._masters.items() if master.grad is not None
-        }
-        self.discard()
-        return 0.0, False
 
 
 def double(folder: Path) -> Policy:

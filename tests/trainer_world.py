@@ -19,6 +19,7 @@ from sostenuto.trainer.algorithms import Algorithm
 from sostenuto.trainer.critic import open_critic
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import open_policy
+from sostenuto.trainer.optimizer import Optimizer
 from sostenuto.trainer.parts import Critic
 from sostenuto.trainer.samples import Sample
 from sostenuto.trainer.settings import LearnerSettings
@@ -70,6 +71,17 @@ def write_bigram(folder: Path, table: dict[int, dict[int, float]], *, size: int)
                 # RMS normalization turns a one-hot of width 16 into one of length 4.
                 head.weight[token, last] = math.log(given.get(token, rest)) / 4.0
     return _save(model, folder, size)
+
+
+class Recorder(Optimizer):
+    """Keeps the gradient of a step and does not move."""
+
+    gradient: dict[str, torch.Tensor]
+
+    def step(self) -> tuple[float, bool]:
+        self.gradient = {name: p.grad.clone() for name, p in self._masters.items() if p.grad is not None}
+        self.discard()
+        return 0.0, False
 
 
 def learner(
