@@ -24,6 +24,7 @@ from yarl import URL
 
 from sostenuto.envs.environment import Score
 from sostenuto.errors import ConfigError, EnvironmentFailure, ToolServerError
+from sostenuto.tools.remote.waiting import retry_after_s
 
 Json = dict[str, Any]
 
@@ -80,11 +81,8 @@ class _Answer:
 
     def pause_s(self, otherwise: float) -> float:
         """What it says until the next question."""
-        try:
-            said = float(self.headers.get("Retry-After", ""))
-        except ValueError:
-            return otherwise
-        return min(max(0.0, said), _LONGEST_PAUSE_S) if said == said else otherwise  # noqa: PLR0124 - NaN
+        said = retry_after_s(self.headers.get("Retry-After"))
+        return otherwise if said is None else min(said, _LONGEST_PAUSE_S)
 
     def read(self) -> Json:
         """The object of an answer that was no refusal."""

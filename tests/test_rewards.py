@@ -26,6 +26,7 @@ from sostenuto.envs.rewards import (
 )
 from sostenuto.envs.workspace import Workspace
 from sostenuto.errors import ConfigError, JudgeError
+from sostenuto.tools.remote.waiting import retry_after_s
 
 # ---- sums and answers ----
 
@@ -230,6 +231,24 @@ async def test_what_may_pass_is_asked_again(first: Any):  # noqa: ANN401
     async with court(first, "score: 0.5") as (bench, judge):
         assert await judge.score(answer="a") == 0.5
         assert len(bench.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("3", 3.0),
+        ("0.5", 0.5),
+        ("-1", 0.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        ("nan", None),
+        ("soon", None),
+        (None, None),
+    ],
+)
+def test_a_service_says_in_either_form_how_long_it_wants_to_be_left_alone(
+    header: str | None, seconds: float | None
+):
+    assert retry_after_s(header) == seconds
 
 
 async def test_what_is_not_accepted_is_not_asked_again():

@@ -19,6 +19,7 @@ import aiohttp
 import anyio
 
 from sostenuto.errors import ConfigError, JudgeError
+from sostenuto.tools.remote.waiting import retry_after_s
 
 _PAUSE_S = 0.5
 _SHOWN = 300
@@ -149,8 +150,7 @@ class Judge:
         if response.status < 500 and response.status not in _PASSING:
             # Asking again would not change it.
             raise JudgeError(f"judge {self.model}: {why}")
-        after = response.headers.get("Retry-After", "")
-        return _Failure(why, float(after) if after.strip().isdecimal() else None)
+        return _Failure(why, retry_after_s(response.headers.get("Retry-After")))
 
     def _read(self, answer: object) -> float | _Failure:
         try:

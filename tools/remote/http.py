@@ -9,8 +9,6 @@
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from time import time as wall_s  # noqa: TID251 - Retry-After may be a date
 
 import aiohttp
 import anyio
@@ -21,6 +19,7 @@ from yarl import URL
 
 from sostenuto.errors import ToolServerError
 from sostenuto.tools.remote.declared import HttpTool
+from sostenuto.tools.remote.waiting import retry_after_s
 from sostenuto.tools.secrets import Secrets
 from sostenuto.types import ToolResult, ToolStatus
 
@@ -141,8 +140,8 @@ class HttpCaller:
         text = _text(bytes(data[:cap]), response)
         if len(data) > cap:
             text += f"\n[... what came after {cap} bytes cut ...]"
-        retry_after_s = _retry_after_s(response.headers.get("Retry-After"))
-        return _Answer(response.status, text, response.reason or "", retry_after_s)
+        pause_s = retry_after_s(response.headers.get("Retry-After"))
+        return _Answer(response.status, text, response.reason or "", pause_s)
 
 
 def _session(*, force_close: bool) -> aiohttp.ClientSession:
@@ -205,15 +204,3 @@ def _text(data: bytes, response: aiohttp.ClientResponse) -> str:
         return data.decode(response.charset or "utf-8", errors="replace")
     except LookupError:  # a charset that nobody knows
         return data.decode(errors="replace")
-
-
-def _retry_after_s(header: str | None) -> float | None:
-    """Seconds from now, of either form; None for what cannot be read."""
-    if header is None:
-        return None
-    if header.strip().isdecimal():
-        return float(header)
-    try:
-        return max(0.0, parsedate_to_datetime(header).timestamp() - wall_s())
-    except ValueError:
-        return None
