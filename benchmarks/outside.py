@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from sostenuto.runtime.engines.wire import Load
+from sostenuto.sandbox.cgroup_tree import is_orphan
 
 _PR_SET_CHILD_SUBREAPER = 36
 ENGINE = "sostenuto.runtime.engines.embedded"
@@ -39,13 +40,7 @@ def reap_orphans() -> None:
 
 def living_descendants() -> list[psutil.Process]:
     """Every process below this one that still runs."""
-    return [child for child in psutil.Process().children(recursive=True) if _runs(child)]
-
-
-def _runs(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
+    return [child for child in psutil.Process().children(recursive=True) if is_running(child)]
 
 
 def running(module: str) -> list[psutil.Process]:
@@ -83,3 +78,23 @@ def _get(connection: socket.socket, path: str) -> bytes:
     response = http.client.HTTPResponse(connection)
     response.begin()
     return response.read()
+
+
+def orphan_groups(servers: set[str]) -> list[str]:
+    """Groups that one of the servers has made and nobody has removed."""
+    # Others make and remove groups meanwhile, which `rglob` does not bear.
+    names = (name for _, names, _ in os.walk("/sys/fs/cgroup") for name in names)
+    return [name for name in names if servers & set(name.split(".")) and is_orphan(name)]
+
+
+def is_running(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        # A dead one may wait for an init that takes nobody in.
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []

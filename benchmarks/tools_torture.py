@@ -7,7 +7,6 @@ killed goes on with the next one where it can, and its sandbox then has what eac
 """
 
 import json
-import os
 import random
 import signal
 import sqlite3
@@ -27,11 +26,11 @@ from anyio.abc import Process, TaskGroup
 from anyio.streams.buffered import BufferedByteReceiveStream
 from pydantic import BaseModel, JsonValue
 
+from benchmarks.outside import command_of, is_running, orphan_groups
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.registry import environment_ref
 from sostenuto.envs.workspace import SandboxSpec
 from sostenuto.errors import SostenutoError
-from sostenuto.sandbox.cgroup_tree import is_orphan
 from sostenuto.sandbox.docker.address import find_socket
 from sostenuto.sandbox.docker.labels import ROOT
 from sostenuto.sandbox.docker.typed import Daemon
@@ -171,7 +170,7 @@ class Torture:
                 self.server.kill()
 
     def kill_worker(self) -> None:
-        workers = [process for process in self.look() if "sostenuto.envs.worker" in _command(process)]
+        workers = [process for process in self.look() if "sostenuto.envs.worker" in command_of(process)]
         if workers:
             self.seen["worker_kills"] += 1
             with suppress(psutil.NoSuchProcess):
@@ -364,8 +363,8 @@ def _rows(folder: Path) -> int:
 
 def _tell_all(tell: Tell, run: Torture) -> None:
     sleep = str(run.sleep_s)
-    below = [process for process in run.processes if _runs(process)]
-    strays = [process for process in psutil.process_iter() if sleep in _command(process)]
+    below = [process for process in run.processes if is_running(process)]
+    strays = [process for process in psutil.process_iter() if sleep in command_of(process)]
     marks = [path.read_text().count("x") for path in (run.folder / "marks").iterdir()]
     servers = {str(process.pid) for process in run.processes}
     for name in (
@@ -384,30 +383,10 @@ def _tell_all(tell: Tell, run: Torture) -> None:
     tell("torture_answers_changed", run.seen["answers_changed"], "calls", "== 0")
     tell("left_processes", len({*below, *strays}), "processes", "== 0")
     tell("left_mounts", Path("/proc/self/mounts").read_text().count(str(run.folder)), "mounts", "== 0")
-    tell("left_cgroups", len(_cgroups(servers)), "groups", "== 0")
+    tell("left_cgroups", len(orphan_groups(servers)), "groups", "== 0")
     tell("left_workspaces", len(list((run.folder / "sandboxes").iterdir())), "folders", "== 0")
     tell("left_rows", _rows(run.folder), "rows", "== 0")
     if run.settings.get("sandbox") == "docker":
         daemon, label = Daemon(find_socket(None)), f"{ROOT}={run.folder / 'sandboxes'}"
         tell("left_containers", len(daemon.containers(label)), "containers", "== 0")
         tell("left_images", len(daemon.images(label)), "images", "== 0")
-
-
-def _cgroups(servers: set[str]) -> list[str]:
-    """Groups that one of the servers has made and nobody has removed."""
-    # Others make and remove groups meanwhile, which `rglob` does not bear.
-    names = (name for _, names, _ in os.walk("/sys/fs/cgroup") for name in names)
-    return [name for name in names if servers & set(name.split(".")) and is_orphan(name)]
-
-
-def _runs(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        # A dead one may wait for an init that takes nobody in.
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _command(process: psutil.Process) -> list[str]:
-    with suppress(psutil.Error):
-        return process.cmdline()
-    return []
