@@ -9,6 +9,7 @@
 import math
 import random
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Generic, TypeVar, cast
@@ -54,14 +55,14 @@ class Curriculum(Generic[TaskT]):
         self._index = {task_id: index for index, task_id in enumerate(tasks.ids)}
         self._seen: dict[str, tuple[float, float]] = {}
         """By task id: discounted rewards, and how many."""
-        self._drawn: dict[int, int] = {}
+        self._drawn = OrderedDict[int, int]()
 
     def at(self, ordinal: int) -> Draw[TaskT]:
         """The draw with this number, from 0."""
         if ordinal not in self._drawn:
             self._drawn[ordinal] = self._choose(ordinal)
             if len(self._drawn) > _REMEMBERED:
-                del self._drawn[next(iter(self._drawn))]
+                self._drawn.popitem(last=False)
         index = self._drawn[ordinal]
         return Draw(ordinal, ordinal // len(self._tasks), self._tasks.ids[index], self._tasks[index])
 
@@ -101,7 +102,7 @@ class Curriculum(Generic[TaskT]):
         if unknown := ({task_id for _, task_id in pairs} | seen.keys()) - self._index.keys():
             raise ConfigError(f"curriculum: the state has a task {min(unknown)!r} that is not among these")
         self._seen = {task_id: (v[0], v[1]) for task_id, v in cast("dict[str, list[float]]", seen).items()}
-        self._drawn = {ordinal: self._index[task_id] for ordinal, task_id in pairs}
+        self._drawn = OrderedDict((ordinal, self._index[task_id]) for ordinal, task_id in pairs)
 
     def _choose(self, ordinal: int) -> int:
         sums = list(accumulate(self.weight(task_id) for task_id in self._tasks.ids))

@@ -95,3 +95,13 @@ def test_other_nonsense_is_refused():
         Curriculum(TASKS).load_state_dict({})
     with pytest.raises(ConfigError, match="a task 'x' that is not among these"):
         Curriculum(TASKS).load_state_dict({"seen": {"x": [1.0, 1.0]}, "drawn": []})
+
+
+def test_one_that_goes_on_from_a_state_forgets_its_oldest_draws_as_before():
+    first, second = Curriculum(TASKS, seed=3), Curriculum(TASKS, seed=3)
+    drawn(first, count=5000)
+    second.load_state_dict(first.state_dict())
+    assert drawn(second, start=5000, count=5000) == drawn(first, start=5000, count=5000)
+    remembered = second.state_dict()["drawn"]
+    assert isinstance(remembered, list)
+    assert len(remembered) < 5000

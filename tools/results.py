@@ -7,6 +7,7 @@
 - A call that was open when its server died is unknown.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, cast
@@ -56,7 +57,7 @@ class ResultLog(Generic[T]):
     size_bytes: Callable[[T | SostenutoError], int]
     keeping: Keeping[T]
     _entries: dict[str, Pending[T] | None] = field(default_factory=dict[str, "Pending[T] | None"])
-    _kept_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    _kept_bytes: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])
     """Of the results that are done and not forgotten, in the order they came."""
     _all_bytes: int = 0
 
@@ -117,7 +118,7 @@ class ResultLog(Generic[T]):
 
     def _forget_oldest(self) -> None:
         while self._all_bytes > self.max_bytes and len(self._kept_bytes) > 1:
-            call_id = next(iter(self._kept_bytes))
-            self._all_bytes -= self._kept_bytes.pop(call_id)
+            call_id, size = self._kept_bytes.popitem(last=False)
+            self._all_bytes -= size
             self._entries[call_id] = None
             self.keeping.forgets(call_id)

@@ -4,6 +4,7 @@ Only hashes are kept: what the gateway knows does not let anybody in.
 """
 
 import secrets
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -43,7 +44,7 @@ class Keys:
     def __init__(self, *, remembered: int = 10_000) -> None:
         """`remembered`: keys of programs that are over."""
         self._grantees: dict[bytes, Grantee] = {}
-        self._over: dict[bytes, Grantee] = {}
+        self._over = OrderedDict[bytes, Grantee]()
         self._of_program: dict[str, list[bytes]] = {}
         self._remembered = remembered
 
@@ -71,7 +72,7 @@ class Keys:
             del self._grantees[hashed]
             self._over[hashed] = Grantee(frozenset(), program, is_over=True)
         while len(self._over) > self._remembered:
-            del self._over[next(iter(self._over))]
+            self._over.popitem(last=False)
 
 
 def _hash(key: str) -> bytes:
