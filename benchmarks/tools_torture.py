@@ -162,19 +162,27 @@ class Torture:
             return below
         return []
 
-    def kill_server(self) -> None:
+    async def kill_server(self) -> None:
+        await self.up.wait()
         self.look()
-        if self.server is not None and self.up.is_set():
-            self.seen["server_kills"] += 1
-            with suppress(psutil.NoSuchProcess):
-                self.server.kill()
+        assert self.server is not None
+        self.seen["server_kills"] += 1
+        with suppress(psutil.NoSuchProcess):
+            self.server.kill()
 
-    def kill_worker(self) -> None:
-        workers = [process for process in self.look() if "sostenuto.envs.worker" in command_of(process)]
-        if workers:
-            self.seen["worker_kills"] += 1
-            with suppress(psutil.NoSuchProcess):
-                self.dice.choice(workers).kill()
+    async def kill_worker(self) -> None:
+        while not (workers := self._workers()):  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+        self.seen["worker_kills"] += 1
+        with suppress(psutil.NoSuchProcess):
+            self.dice.choice(workers).kill()
+
+    def _workers(self) -> list[psutil.Process]:
+        return [process for process in self.look() if "sostenuto.envs.worker" in command_of(process)]
+
+
+_BLOWS = {5: Torture.kill_server, 1: Torture.kill_worker, 9: Torture.kill_worker}
+"""What is killed in which of sixteen cycles; their programs stay for it."""
 
 
 async def torture(
@@ -218,7 +226,7 @@ async def _cycle(run: Torture, number: int) -> None:
     """One program, of an owner of its own, which half of the times fences the one before it."""
     await run.up.wait()
     program = _Program(run, number, f"fencing/{number}" if number % 8 == 0 else f"client-{number}")
-    fate = run.dice.choice(("finish", "finish", "vanish", "cancel"))
+    fate = "finish" if number % 16 in _BLOWS else run.dice.choice(("finish", "finish", "vanish", "cancel"))
     life_s = 30.0 if fate == "finish" else run.dice.uniform(0.0, 1.0)
     with anyio.move_on_after(life_s):
         for _ in range(_LIVES):
@@ -233,10 +241,12 @@ async def _cycle(run: Torture, number: int) -> None:
 
 async def _blow(run: Torture, number: int, moment: int) -> None:
     """Kill what it is this cycle's turn to kill: while it is prepared, or in one of its calls."""
-    blow = {5: run.kill_server, 1: run.kill_worker, 9: run.kill_worker}.get(number % 16)
+    blow = _BLOWS.get(number % 16)
     if blow is not None and moment == number // 16 % 5:
-        await anyio.sleep(run.dice.uniform(0.0, 0.3))
-        blow()
+        # One that has begun falls, whatever becomes of the program.
+        with anyio.move_on_after(10, shield=True):
+            await anyio.sleep(run.dice.uniform(0.0, 0.3))
+            await blow(run)
 
 
 async def _quietly(run: Torture, work: Callable[[], Awaitable[None]]) -> bool:
