@@ -6,12 +6,15 @@
     adapter/                            with LoRA: the small matrices, in PEFT's format
     critic.safetensors                  where there is one: its weights, moments and master weights
     draft/                              where a draft model learns along: its folder, without its moments
+    checksums.json                      of every file
 
-A folder appears under its name complete, or not at all.
+A folder appears under its name complete, or not at all, and is read only when it is as it was written.
+What a job has to remember beside its weights (`notes`) lies in it too.
 """
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,12 +23,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sostenuto.errors import ConfigError, TrainerError
+from sostenuto.trainer.checksums import SUMS, seal
 from sostenuto.trainer.critic import Critic
 from sostenuto.trainer.drafter import Drafter
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.lora import FOLDER
 from sostenuto.trainer.model import load_policy
-from sostenuto.trainer.retention import checkpoint_path, replacing, retain
+from sostenuto.trainer.retention import JOB_NOTES, check_checkpoint, checkpoint_path, replacing, retain
 from sostenuto.trainer.settings import Schedule
 from sostenuto.trainer.tensors import load_tensors, save_tensors
 from sostenuto.types import Version
@@ -38,9 +42,18 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".index.json")
 
 
 def save_checkpoint(
-    learner: Learner, root: Path, version: Version, *, source: Path, drafter: Drafter | None = None
+    learner: Learner,
+    root: Path,
+    version: Version,
+    *,
+    source: Path,
+    drafter: Drafter | None = None,
+    notes: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write `root`/version-E.N and remove old ones.  TrainerError names the path on a full disk."""
+    """Write `root`/version-E.N and remove old ones.  TrainerError names the path on a full disk.
+
+    `notes`: files that are to be in it, by name.
+    """
     path = checkpoint_path(root, version)
     # Gathered by all ranks, written by one.
     weights, tensors = learner.policy.state(), _tensors(learner)
@@ -60,6 +73,9 @@ def save_checkpoint(
                 (part / _DRAFT).mkdir()
                 _copy_companions(drafter.source, part / _DRAFT)
                 drafter.model.save(part / _DRAFT)
+            for name, content in (notes or {}).items():
+                (part / name).write_bytes(content)
+            seal(part)
     except (OSError, SafetensorError) as error:
         needed = sum(t.nbytes for t in tensors.values()) + weight_bytes(learner)
         raise TrainerError(f"checkpoint {path}, about {needed} bytes needed: {error}") from error
@@ -74,6 +90,7 @@ def restore_checkpoint(learner: Learner, path: Path, *, drafter: Drafter | None 
     """
     if not (path / _STATE).is_file():
         raise ConfigError(f"checkpoint {path}: no {_STATE}; name a folder that `save` has written")
+    check_checkpoint(path)
     state = cast("dict[str, Any]", json.loads((path / _STATE).read_text()))
     _load_weights(learner, path, state)
     if drafter is not None and (path / _DRAFT).is_dir():
@@ -140,6 +157,6 @@ def _load_weights(learner: Learner, path: Path, state: dict[str, Any]) -> None:
 def _copy_companions(source: Path, target: Path) -> None:
     """Tokenizer, chat template and whatever else stands next to the weights, but no weights and no state."""
     for path in source.iterdir():
-        ours = path.name in {_STATE, _TENSORS, "config.json", "generation_config.json"}
+        ours = path.name in {_STATE, _TENSORS, SUMS, JOB_NOTES, "config.json", "generation_config.json"}
         if path.is_file() and not ours and not path.name.endswith(_WEIGHTS):
             shutil.copy2(path, target / path.name)

@@ -3,7 +3,7 @@
 - The process lives exactly as long as the `async with` block; it also ends when this process dies.
 - One call at a time; others wait for their turn.  Calls leave the event loop free.
 - A cancelled call is still carried out by the process; its reply is dropped when it comes.
-- A process that dies is a TrainerError with its last words, for this call and every later one.
+- A process that dies is a TrainerLost with its last words, for this call and every later one.
 """
 
 import logging
@@ -65,6 +65,10 @@ _GOODBYE_S = 1.0
 """A process that is busy longer leaves at once when its connection is closed."""
 
 _log = logging.getLogger(__name__)
+
+
+class TrainerLost(TrainerError):  # noqa: N818 - reads as the fact it states
+    """The process has ended: whoever has a checkpoint may go on from it with another one."""
 
 
 class TrainerClient:
@@ -188,12 +192,17 @@ class TrainerClient:
         """Write the weights where engines map them, and call them `version` from now on."""
         return Manifest.model_validate_json(await self._ask(Publish(version), bytes))
 
-    async def save(self, root: str | Path, version: Version) -> Path:
-        """Write a complete checkpoint folder under `root` and return its path."""
-        return Path(await self._ask(Save(_absolute(root), version), str))
+    async def save(
+        self, root: str | Path, version: Version, *, notes: Mapping[str, bytes] | None = None
+    ) -> Path:
+        """Write a complete checkpoint folder under `root`, with `notes` as files in it; return its path."""
+        return Path(await self._ask(Save(_absolute(root), version, dict(notes or {})), str))
 
     async def restore(self, path: str | Path) -> TrainerFacts:
-        """Go on, bit for bit, where the checkpoint folder was saved."""
+        """Go on, bit for bit, where the checkpoint folder was saved.
+
+        ConfigError for one that is not as it was written, or of another model; nothing has changed then.
+        """
         return await self._ask(Restore(_absolute(path)), TrainerFacts)
 
     async def reset_optimizer(self, schedule: Schedule) -> TrainerFacts:
@@ -221,7 +230,7 @@ class TrainerClient:
     async def _ask(self, command: Command, kind: type[R]) -> R:
         async with self._turn:
             if self._lost:
-                raise TrainerError(f"the trainer process is gone: {self._lost}")
+                raise TrainerLost(f"the trainer process is gone: {self._lost}")
             self._requests += 1
             try:
                 await self._send(pack(Request(self._requests, command)))
@@ -255,7 +264,7 @@ class TrainerClient:
             await self._silent.wait()
         words = "\n".join(self._words) or "it said nothing"
         self._lost = f"exit code {self._process.returncode}; its last words:\n{words}"
-        return TrainerError(f"the trainer process ended: {self._lost}")
+        return TrainerLost(f"the trainer process ended: {self._lost}")
 
     async def _listen(self) -> None:
         """Keep and log what the process says, until it has ended."""

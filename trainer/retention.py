@@ -1,13 +1,18 @@
 """Where checkpoints live: one folder per version under a root, complete or not there.  No torch."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sostenuto.errors import ConfigError
+from sostenuto.trainer import checksums
 from sostenuto.types import Version
 
+JOB_NOTES = "job.json"
+"""In a checkpoint: what its job remembers beside the weights."""
 _PREFIX = "version-"
 _PART = ".part-"
 
@@ -25,6 +30,33 @@ def checkpoints(root: Path) -> list[tuple[Version, Path]]:
         except ValueError:
             continue
     return sorted(found)
+
+
+def check_checkpoint(path: Path) -> None:
+    """ConfigError for one that is not as it was written; it names the newest other one that is."""
+    if fault := checksums.fault_of(path):
+        others = [other for _, other in reversed(checkpoints(path.parent)) if other != path]
+        good = next((other for other in others if not checksums.fault_of(other)), None)
+        remedy = f"go on from {good}" if good else "there is no other one: restore the file, or begin anew"
+        raise ConfigError(f"checkpoint {path}: {fault}; {remedy}")
+
+
+@contextmanager
+def held(root: Path) -> Generator[Path]:
+    """Make the folder if need be, and keep every other job out of it; ConfigError when one is there."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = (root / ".lock").open("a+")
+    except OSError as error:
+        raise ConfigError(f"checkpoints {root}: {error.strerror}; choose another run directory") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"checkpoints {root}: another job writes there; give the jobs different names"
+            ) from None
+        yield root
 
 
 def retain(root: Path, keep: int) -> list[Path]:

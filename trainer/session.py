@@ -179,7 +179,12 @@ class Session:
                 root = Path(command.root)
                 return str(
                     save_checkpoint(
-                        learner, root, command.version, source=self._source, drafter=self._drafter
+                        learner,
+                        root,
+                        command.version,
+                        source=self._source,
+                        drafter=self._drafter,
+                        notes=command.notes,
                     )
                 )
             case Restore():

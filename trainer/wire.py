@@ -89,6 +89,8 @@ class Publish(msgspec.Struct, frozen=True, tag=True):
 class Save(msgspec.Struct, frozen=True, tag=True):
     root: str
     version: Version
+    notes: dict[str, bytes] = msgspec.field(default_factory=dict[str, bytes])
+    """Files that are to lie in it, by name."""
 
 
 class Restore(msgspec.Struct, frozen=True, tag=True):
