@@ -35,7 +35,8 @@ from sostenuto.runtime.engines.sglang.engine import SGLangEngine
 from sostenuto.runtime.engines.sglang.transports import Disk
 from sostenuto.runtime.engines.wire import CommitRequest, GenerateRequest, Sampling
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.trainer.publication.sender import Sender, unique_tensors
+from sostenuto.trainer.publication.shared_memory import SharedMemorySender
+from sostenuto.trainer.publication.snapshot import unique_tensors
 from sostenuto.types import EngineId, ProgramId, Version
 
 PROGRAMS, TURNS = 16, 6
@@ -117,7 +118,7 @@ async def _programs(url: str, model: Path, place: Path, tell: Tell) -> None:
         served = Version.parse((await engine.capabilities()).version)
         alone, updated = Measured("alone"), Measured("updated")
         alone_s = await _run(engine, alone, [])
-        with closing(Sender()) as sender:
+        with closing(SharedMemorySender()) as sender:
             # Before they run: they may be fast.
             published = await anyio.to_thread.run_sync(_published, sender, model, served)
             updated_s = await _run(engine, updated, published)
@@ -172,7 +173,7 @@ async def _update_twice(engine: SGLangEngine, published: list[Manifest], measure
         measured.paused_s.append(committed.pause_s)
 
 
-def _published(sender: Sender, model: Path, served: Version) -> list[Manifest]:
+def _published(sender: SharedMemorySender, model: Path, served: Version) -> list[Manifest]:
     """The next two versions: other weights for the model, as a trainer publishes them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

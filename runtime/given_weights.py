@@ -18,7 +18,7 @@ from sostenuto.types import Version
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sostenuto.trainer.publication.sender import Sender
+    from sostenuto.trainer.publication.shared_memory import SharedMemorySender
 
 GivenTensors = str | Path | Mapping[str, Any]
 """A folder with *.safetensors, or torch tensors by the names of the model's state dict."""
@@ -34,7 +34,7 @@ class GivenWeights:
         self._model = model
         self._place = place
         self._dtype = dtype
-        self._sender: Sender | None = None
+        self._sender: SharedMemorySender | None = None
         self._file: Path | None = None
         """Copied from a folder; the deployed one, for engines that join later."""
 
@@ -69,13 +69,14 @@ class GivenWeights:
         for name, tensor in given.items():
             if not type(tensor).__module__.startswith("torch"):
                 raise ConfigError(f"publish: {name!r} is {type(tensor).__name__}; give torch tensors")
-        from sostenuto.trainer.publication.sender import Sender, unique_tensors
+        from sostenuto.trainer.publication.shared_memory import SharedMemorySender
+        from sostenuto.trainer.publication.snapshot import unique_tensors
 
         tensors = unique_tensors(dict(given))
         self._check({name: tuple(tensor.shape) for name, tensor in tensors})
         served = [(name, self._served(name, tensor)) for name, tensor in tensors]
         if self._sender is None:
-            self._sender = Sender()
+            self._sender = SharedMemorySender()
         return self._sender.publish(version, served)
 
     def _served(self, name: str, tensor: "Tensor") -> "Tensor":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from sostenuto.errors import ConfigError
-from sostenuto.runtime.engines.folder import DTYPES
+from sostenuto.trainer.publication.formats import DTYPES
 from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
 from sostenuto.types import Version
 

@@ -22,7 +22,8 @@ from sostenuto.runtime.engines.embedded.speculation.draft import DraftModel
 from sostenuto.runtime.engines.embedded.speculation.mtp import load_head
 from sostenuto.runtime.engines.embedded.weights import Weights
 from sostenuto.runtime.engines.wire import CommitRequest
-from sostenuto.trainer.publication.sender import Sender, unique_tensors
+from sostenuto.trainer.publication.shared_memory import SharedMemorySender
+from sostenuto.trainer.publication.snapshot import unique_tensors
 from sostenuto.types import Version
 from test_engine_core import assert_exact
 
@@ -148,7 +149,7 @@ def test_a_head_that_knows_the_model_is_always_right_once_it_is_published(tmp_pa
 
 
 def test_a_sender_says_whose_weights_it_sends(tmp_path: Path, module: PreTrainedModel):
-    sender = Sender(tmp_path, shared_memory=tmp_path)
+    sender = SharedMemorySender(tmp_path, shared_memory=tmp_path)
     named = [(f"draft.{name}", tensor) for name, tensor in unique_tensors(cast("Any", module).state_dict())]
     manifest = sender.publish(Version(0, 1), named, selector="draft")
     assert manifest.selector == "draft"

@@ -19,7 +19,7 @@ from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.optimizer import Optimizer
 from sostenuto.trainer.parts import Critic, CriticHead, CriticModel
-from sostenuto.trainer.publication.sender import unique_tensors
+from sostenuto.trainer.publication.snapshot import unique_tensors
 from sostenuto.trainer.reports import StepReport
 from sostenuto.trainer.samples import Sample, demonstration
 from sostenuto.trainer.settings import Schedule

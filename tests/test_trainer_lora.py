@@ -15,7 +15,8 @@ from sostenuto.trainer.algorithms import GRPO, SFT
 from sostenuto.trainer.checkpoint import restore_checkpoint, save_checkpoint
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import load_policy, open_policy
-from sostenuto.trainer.publication.sender import Sender, unique_tensors
+from sostenuto.trainer.publication.shared_memory import SharedMemorySender
+from sostenuto.trainer.publication.snapshot import unique_tensors
 from sostenuto.trainer.samples import demonstration
 from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.types import Version
@@ -93,7 +94,7 @@ def test_an_engine_computes_with_what_was_learnt(tmp_path: Path, dtype: str):
     mask = [False] * len(context) + [True] * len(before.token_ids)
     for _ in range(4):
         subject.fit([demonstration(target, mask)], SFT())
-    sender = Sender(tmp_path, shared_memory=tmp_path)
+    sender = SharedMemorySender(tmp_path, shared_memory=tmp_path)
     whole = {name: tensor.float() for name, tensor in unique_tensors(subject.policy.state())}
     manifest = sender.publish(Version(0, 1), whole.items())
     desk.core.weights.stage(manifest)

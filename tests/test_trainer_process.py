@@ -16,7 +16,7 @@ import pytest
 from sostenuto.errors import ConfigError, RecordError, TrainerError
 from sostenuto.trainer.algorithms import GRPO, SFT
 from sostenuto.trainer.client import TrainerClient
-from sostenuto.trainer.publication.sender import SHARED_MEMORY
+from sostenuto.trainer.publication.shared_memory import SHARED_MEMORY
 from sostenuto.trainer.samples import demonstration
 from sostenuto.trainer.settings import LearnerSettings, Schedule
 from sostenuto.types import Version

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from sostenuto.errors import TrainerError
+from sostenuto.trainer.publication.files import remove_orphans
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.trainer.publication.sender import Sender, remove_orphans, unique_tensors
+from sostenuto.trainer.publication.shared_memory import SharedMemorySender
+from sostenuto.trainer.publication.snapshot import unique_tensors
 from sostenuto.types import Version
 
 Tensors = list[tuple[str, torch.Tensor]]
@@ -32,7 +34,7 @@ def read(manifest: Manifest, source: bytes | mmap.mmap) -> dict[str, bytes]:
 
 
 def test_a_publication_holds_every_tensor_aligned_with_its_checksum(tmp_path: Path):
-    sender = Sender(tmp_path, shared_memory=tmp_path)
+    sender = SharedMemorySender(tmp_path, shared_memory=tmp_path)
     manifest = sender.publish(Version(0, 1), tensors(2.5))
     content = Path(manifest.path).read_bytes()
     assert len(content) == manifest.nbytes
@@ -48,7 +50,7 @@ def test_a_publication_holds_every_tensor_aligned_with_its_checksum(tmp_path: Pa
 
 
 def test_a_version_that_is_being_read_is_never_overwritten(tmp_path: Path):
-    sender = Sender(tmp_path, shared_memory=tmp_path)
+    sender = SharedMemorySender(tmp_path, shared_memory=tmp_path)
     first = sender.publish(Version(0, 1), tensors(1.0))
     with Path(first.path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         before = read(first, mapped)
@@ -72,7 +74,7 @@ def test_without_room_in_shared_memory_the_directory_is_used_and_that_is_said(
 ):
     directory = tmp_path / "disk"
     directory.mkdir()
-    sender = Sender(directory, shared_memory=tmp_path / "missing")
+    sender = SharedMemorySender(directory, shared_memory=tmp_path / "missing")
     manifest = sender.publish(Version(0, 1), tensors())
     assert Path(manifest.path).parent == directory
     assert f"using {directory}" in caplog.text
@@ -80,7 +82,7 @@ def test_without_room_in_shared_memory_the_directory_is_used_and_that_is_said(
 
 
 def test_a_full_disk_is_named_with_the_bytes_needed(tmp_path: Path):
-    sender = Sender(tmp_path / "nowhere", shared_memory=tmp_path / "missing")
+    sender = SharedMemorySender(tmp_path / "nowhere", shared_memory=tmp_path / "missing")
     with pytest.raises(TrainerError, match=r"\d+ bytes are needed; .*missing has 0 free, .*nowhere 0; free"):
         sender.publish(Version(0, 1), tensors())
 
@@ -88,7 +90,7 @@ def test_a_full_disk_is_named_with_the_bytes_needed(tmp_path: Path):
 def test_a_write_that_fails_is_named_and_leaves_nothing(tmp_path: Path):
     blocked = tmp_path / "blocked"
     blocked.mkdir()
-    sender = Sender(blocked, shared_memory=blocked)
+    sender = SharedMemorySender(blocked, shared_memory=blocked)
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     obstacle = blocked / f"sostenuto-weights-{os.getpid()}-{stat[19]}-0.1"
     obstacle.mkdir()
@@ -98,19 +100,20 @@ def test_a_write_that_fails_is_named_and_leaves_nothing(tmp_path: Path):
 
 
 def test_files_of_a_killed_sender_are_removed_and_those_of_a_living_one_left(tmp_path: Path):
-    living = Sender(tmp_path, shared_memory=tmp_path)
+    living = SharedMemorySender(tmp_path, shared_memory=tmp_path)
     kept = living.publish(Version(0, 1), tensors())
     program = (
         "import os, signal, sys, torch; from pathlib import Path\n"
-        "from sostenuto.trainer.publication.sender import Sender; from sostenuto.types import Version\n"
-        "place = Path(sys.argv[1]); s = Sender(place, shared_memory=place)\n"
+        "from sostenuto.trainer.publication.shared_memory import SharedMemorySender\n"
+        "from sostenuto.types import Version\n"
+        "place = Path(sys.argv[1]); s = SharedMemorySender(place, shared_memory=place)\n"
         "s.publish(Version(0, 7), [('a', torch.ones(9))]); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert done.returncode == -9
     (orphan,) = [path for path in tmp_path.iterdir() if path.name.endswith("-0.7")]
     assert orphan.name.startswith("sostenuto-weights-")
-    starting = Sender(tmp_path, shared_memory=tmp_path)
+    starting = SharedMemorySender(tmp_path, shared_memory=tmp_path)
     assert starting.removed == [orphan]
     assert list(tmp_path.iterdir()) == [Path(kept.path)]
     living.close()

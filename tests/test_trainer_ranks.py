@@ -41,7 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def trainer(
     folder: Path, processes: int, directory: Path, **settings: object
 ) -> AsyncGenerator[TrainerClient]:
-    chosen = LearnerSettings.model_validate({**SETTINGS, "publication_directory": str(directory), **settings})
+    chosen = LearnerSettings.model_validate(
+        {**SETTINGS, "publication": {"directory": str(directory)}, **settings}
+    )
     async with TrainerClient(processes=processes) as client:
         await client.open(folder, chosen, seed=0, version=V0)
         yield client

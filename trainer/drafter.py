@@ -15,7 +15,7 @@ from sostenuto.trainer.logprobs import token_logprobs
 from sostenuto.trainer.model import Policy, load_policy
 from sostenuto.trainer.optimizer import Optimizer
 from sostenuto.trainer.publication.manifest import DRAFT_PREFIX
-from sostenuto.trainer.publication.sender import unique_tensors
+from sostenuto.trainer.publication.snapshot import unique_tensors
 from sostenuto.trainer.samples import Sample
 from sostenuto.trainer.settings import LearnerSettings, Schedule
 from sostenuto.trainer.tensors import backpropagate

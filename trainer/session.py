@@ -16,7 +16,8 @@ from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import Policy, load_reference, open_policy, shared_policy
 from sostenuto.trainer.parts import Critic as CriticPart
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.trainer.publication.sender import Sender, unique_tensors
+from sostenuto.trainer.publication.sender import Sender, open_sender
+from sostenuto.trainer.publication.snapshot import unique_tensors
 from sostenuto.trainer.ranks import ALONE, Ranks
 from sostenuto.trainer.reports import Exactness, StepReport, TrainerFacts
 from sostenuto.trainer.samples import Sample
@@ -108,9 +109,8 @@ class Session:
             ranks=self._ranks,
         )
         self.close()
-        directory = settings.publication_directory
         if not self._ranks.index:
-            self._sender = Sender(Path(directory) if directory else None)
+            self._sender = open_sender(settings.publication)
         return self._facts()
 
     def _open_critic(self, command: Open, policy: Policy, settings: LearnerSettings) -> Critic | None:
@@ -163,7 +163,7 @@ class Session:
         learner = self._ready
         learner.check_name(command.version)
         tensors = unique_tensors(learner.policy.state())
-        manifest = self._sender and self._sent(self._sender, command.version, tensors)
+        manifest = None if self._sender is None else self._sent(self._sender, command.version, tensors)
         learner.name(command.version)
         return manifest
 

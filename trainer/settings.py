@@ -62,6 +62,32 @@ class LoraSettings(Section):
     """Names of linear layers, such as q_proj; None: all but the output layer and routers."""
 
 
+class PublicationSettings(Section):
+    """How new weights get to the engines."""
+
+    transport: Literal["shared_memory", "disk"] = "shared_memory"
+    """shared_memory: engines on this machine serve what the trainer wrote into memory.  disk: a file in
+    `directory`, for engines on machines that share it.
+    """
+
+    directory: str | None = None
+    """Of disk, the folder that trainer and engines share.  Of shared_memory, where weights go when memory
+    has no room; None: the system's temporary folder.
+    """
+
+    keep: int = Field(default=2, ge=2)
+    """Versions that stay in `directory`."""
+
+    @model_validator(mode="after")
+    def _disk_has_a_folder(self) -> Self:
+        if self.transport == "disk" and self.directory is None:
+            raise ValueError(
+                f"publication: transport {self.transport!r} needs directory; name a folder that trainer and "
+                "engines share"
+            )
+        return self
+
+
 class LearnerSettings(Section):
     """How the trainer's model is kept and moved, whatever the loss."""
 
@@ -112,8 +138,7 @@ class LearnerSettings(Section):
     None: it stays as it is.
     """
 
-    publication_directory: str | None = None
-    """Where weights are published when shared memory has no room; None: the system's temporary folder."""
+    publication: PublicationSettings = PublicationSettings()
 
     keep_checkpoints: int = Field(default=3, ge=1)
     """Older ones are removed after a save."""

@@ -7,7 +7,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from zlib import crc32
 
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.http import Answer, EngineHttp, HttpRefusal
@@ -41,7 +40,7 @@ class Prepared:
         """Differs between two publications that differ; None: not comparable with any."""
         if self.manifest is None:
             return None
-        return crc32("".join(f"{entry.name} {entry.checksum} " for entry in self.manifest.tensors).encode())
+        return self.manifest.digest
 
 
 class Verifier:

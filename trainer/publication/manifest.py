@@ -1,9 +1,10 @@
-"""What a publication is made of: an immutable version and every tensor of it, with checksums.
+"""What a publication is made of: an immutable version, every tensor of it with a checksum, and its transport.
 
-The sender (trainer process) writes the tensors into one file that both sides map, in shared memory
-where it fits; the receiver (engine process) copies, checks and only then reports that it is prepared.
+A sender (trainer process) makes the bytes available and describes them; a receiver (engine process) fetches
+and checks them, and only then reports that it is prepared.
 """
 
+import zlib
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +17,9 @@ DRAFT_PREFIX = "draft."
 Selector = Literal["target", "draft", "all"]
 """The model's weights, those of what guesses its next tokens, or both."""
 
+Transport = Literal["shared_memory", "disk"]
+"""How the bytes get from a sender to the receivers."""
+
 
 class TensorEntry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -26,7 +30,7 @@ class TensorEntry(BaseModel):
     """As torch spells it, without the prefix: float32, bfloat16, ..."""
     shape: tuple[int, ...]
     offset: int = Field(ge=0)
-    """First byte in the file, a multiple of 64."""
+    """First byte in the file."""
     nbytes: int = Field(ge=0)
     checksum: int = Field(ge=0)
     """zlib.crc32 of the bytes."""
@@ -37,10 +41,19 @@ class Manifest(BaseModel):
 
     version: str
     path: str
-    """File to map; readable until the sender publishes again or ends."""
+    """File to map; readable until the sender has published a few times more, or ends."""
     nbytes: int = Field(ge=0)
     tensors: tuple[TensorEntry, ...]
     selector: Selector = "target"
+    transport: Transport = "shared_memory"
+    resident: bool = False
+    """The file lies in memory and is never written again: it may be served from where it lies."""
+
+    @property
+    def digest(self) -> int:
+        """Differs between two publications whose tensors differ."""
+        told = "".join(f"{entry.name} {entry.checksum} " for entry in self.tensors)
+        return zlib.crc32(told.encode())
 
     @property
     def of_model(self) -> "Manifest":

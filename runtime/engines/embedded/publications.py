@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from sostenuto.runtime.engines.embedded.model import Model
+from sostenuto.runtime.engines.embedded.receiving.receiver import wrong
+from sostenuto.runtime.engines.embedded.receiving.receivers import Receivers
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.weights import Weights, not_prepared, parsed
 from sostenuto.trainer.publication.manifest import DRAFT_PREFIX, Manifest
@@ -31,6 +33,7 @@ class Publications:
     def __init__(self, target: Weights, drafter: Weights | None) -> None:
         self.target = target
         self.drafter = drafter
+        self._receivers = Receivers()
 
     @property
     def version(self) -> Version:
@@ -56,14 +59,26 @@ class Publications:
         for weights in (self.target, self.drafter):
             if weights is not None:
                 weights.staged = None
-        if manifest.selector != "draft":
-            self.target.stage(target)
+        parts = [(self.target, target)] if manifest.selector != "draft" else []
         if manifest.selector != "target" and self.drafter is not None:
-            try:
-                self.drafter.stage(draft)
-            except Refusal:
-                self.target.abandon(manifest.version)
-                raise
+            parts.append((self.drafter, draft))
+        self._receive(manifest, parts)
+        for weights, part in parts:
+            weights.staged_whole(part)
+
+    def _receive(self, manifest: Manifest, parts: list[tuple[Weights, Manifest]]) -> None:
+        """Fetch the publication once; each part takes what is its own."""
+        places: dict[str, tuple[Weights, str]] = {}
+        for weights, part in parts:
+            prefix = DRAFT_PREFIX if weights is self.drafter else ""
+            for sent, name in weights.expect(part).items():
+                places[prefix + sent] = (weights, name)
+        for incoming in self._receivers.of(manifest).receive(manifest):
+            if (place := places.pop(incoming.entry.name, None)) is not None:
+                weights, name = place
+                weights.take(name, incoming)
+        if places:
+            raise wrong(next(iter(places)), f"did not arrive ({len(places)} in all)")
 
     def commit(self, text: str) -> Committed:
         """Serve what was staged as version `text`; between two steps, on the engine's thread."""

@@ -74,6 +74,11 @@ def from_buffer(buffer: mmap, dtype: torch.dtype) -> Tensor:
     return _torch.frombuffer(buffer, dtype=dtype)
 
 
+def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """Over the memory of a tensor in one piece on the CPU."""
+    return _bytes(tensor.detach().view(-1))
+
+
 def copy(target: Tensor, source: Tensor) -> None:
     """Copy elements without the interpreter's lock, and on a CPU without torch's own threads.
 

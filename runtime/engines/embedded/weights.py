@@ -1,28 +1,26 @@
 """New weights beside the old ones, and the swap.
 
-- `stage` copies and verifies into spare tensors while the model decodes; `commit` exchanges pointers
+- `expect` and `take` copy and verify into spare tensors while the model decodes; `commit` exchanges pointers
   between two steps, so the pause does not grow with the model, and the old tensors are the next spare.
+- What lies in memory for good is verified and served from there, without a copy.
 - Tied parameters are one tensor and stay one.
 - Parameters are published whole; those that are kept in few bits are quantized when they were verified.
 - Versions never go back.  After a commit that failed half way, `broken` says so until a full update.
 """
 
 import math
-import mmap
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from sostenuto.runtime.engines.embedded.receiving.receiver import Bytes, Incoming, wrong
 from sostenuto.runtime.engines.embedded.refusal import Refusal
-from sostenuto.runtime.engines.embedded.tensors import as_tensor
+from sostenuto.runtime.engines.embedded.tensors import as_bytes, as_tensor
 from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
 from sostenuto.trainer.quantization import Quantized, quantize
 from sostenuto.types import Version
-
-_PUBLISH_AGAIN = "publish the version again; the engine still serves the old weights"
 
 
 class Weights:
@@ -39,18 +37,48 @@ class Weights:
         self._names, self._live = _distinct(module.state_dict(keep_vars=True))
         self._names |= {name: name for name in self._quantized}
         self._spare: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._lent_live: set[str] = set()
+        """Tensors that lie where the sender has written them: others see the same memory."""
+        self._lent_spare: set[str] = set()
 
-    def stage(self, manifest: Manifest) -> Version:
-        """Copy and verify every tensor of `manifest`; Refusal names the first that is wrong."""
-        version = self._newer(manifest.version)
+    def expect(self, manifest: Manifest) -> dict[str, str]:
+        """The names of `manifest` with those under which `take` wants them; Refusal for one that is wrong."""
+        self._newer(manifest.version)
         self.staged = None
         entries = self._complete(manifest)
-        with _mapped(manifest) as content:
-            for name, entry in entries.items():
-                _check_form(entry, *self._form(name))
-                self._copy(name, entry, content)
-        self.staged = version
-        return version
+        for name, entry in entries.items():
+            _check_form(entry, *self._form(name))
+        return {entry.name: name for name, entry in entries.items()}
+
+    def take(self, name: str, incoming: Incoming) -> None:
+        """Put what has arrived beside what is served; Refusal when it is not as it was published."""
+        entry, content, is_lasting = incoming
+        shape, dtype = self._form(name)
+        kept = self._tensors(name)
+        is_plain = name not in self._quantized and kept[0].device.type == "cpu" and kept[0].is_contiguous()
+        if is_plain and is_lasting:
+            _verify(entry, content)
+            self._spare[name] = (as_tensor(content).view(dtype).view(shape),)
+            self._lent_spare.add(name)
+            return
+        if name not in self._spare or name in self._lent_spare:
+            self._spare[name] = tuple(torch.empty_like(live.data) for live in kept)
+            self._lent_spare.discard(name)
+        if is_plain:
+            own = as_bytes(self._spare[name][0])
+            np.copyto(own, content)
+            _verify(entry, own)
+            return
+        # A private copy, so that what is verified cannot change any more.
+        own = content if is_lasting else np.array(content)
+        _verify(entry, own)
+        tensor = as_tensor(own).view(dtype).view(shape).to(kept[0].device)
+        for spare, new in zip(self._spare[name], self._converted(name, tensor), strict=True):
+            spare.copy_(new)
+
+    def staged_whole(self, manifest: Manifest) -> None:
+        """Every tensor that was expected has been taken."""
+        self.staged = parsed(manifest.version)
 
     def commit(self, text: str) -> Version:
         """Serve what was staged as version `text`; between two steps, on the engine's thread."""
@@ -61,6 +89,7 @@ class Weights:
         for name in (*self._live, *self._quantized):
             for live, spare in zip(self._tensors(name), self._spare[name], strict=True):
                 self._exchange(live, spare)
+        self._lent_live, self._lent_spare = self._lent_spare, self._lent_live
         self.version, self.staged, self.broken = version, None, None
         return version
 
@@ -97,28 +126,13 @@ class Weights:
         for entry in manifest.tensors:
             name = self._names.get(entry.name)
             if name is None:
-                raise _wrong(entry.name, "the model has no such tensor")
+                raise wrong(entry.name, "the model has no such tensor")
             if name in entries:
-                raise _wrong(entry.name, f"is given twice (tied to {entries[name].name})")
+                raise wrong(entry.name, f"is given twice (tied to {entries[name].name})")
             entries[name] = entry
         if missing := [name for name in (*self._live, *self._quantized) if name not in entries]:
-            raise _wrong(missing[0], f"is missing ({len(missing)} missing in all)")
+            raise wrong(missing[0], f"is missing ({len(missing)} missing in all)")
         return entries
-
-    def _copy(self, name: str, entry: TensorEntry, content: memoryview) -> None:
-        if entry.offset + entry.nbytes > len(content):
-            raise _wrong(entry.name, f"ends after the file's {len(content)} bytes")
-        # A private copy, so that what is verified cannot change any more.
-        held = np.array(content[entry.offset : entry.offset + entry.nbytes], dtype=np.uint8)
-        if zlib.crc32(held.data) != entry.checksum:
-            raise _wrong(entry.name, "its bytes do not have the checksum of the manifest")
-        shape, dtype = self._form(name)
-        kept = self._tensors(name)
-        tensor = as_tensor(held).view(dtype).view(shape).to(kept[0].device)
-        if name not in self._spare:
-            self._spare[name] = tuple(torch.empty_like(live.data) for live in kept)
-        for spare, new in zip(self._spare[name], self._converted(name, tensor), strict=True):
-            spare.copy_(new)
 
     def _converted(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What is kept of a parameter that was published as `tensor`."""
@@ -136,33 +150,16 @@ def _distinct(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], dict[s
 def _check_form(entry: TensorEntry, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     if entry.shape != shape:
-        raise _wrong(entry.name, f"has shape {list(entry.shape)}, the model has {list(shape)}")
+        raise wrong(entry.name, f"has shape {list(entry.shape)}, the model has {list(shape)}")
     if entry.dtype != name:
-        raise _wrong(entry.name, f"has dtype {entry.dtype}, the engine serves {name}")
+        raise wrong(entry.name, f"has dtype {entry.dtype}, the engine serves {name}")
     if entry.nbytes != (nbytes := math.prod(shape) * dtype.itemsize):
-        raise _wrong(entry.name, f"has {entry.nbytes} bytes, its shape has {nbytes}")
+        raise wrong(entry.name, f"has {entry.nbytes} bytes, its shape has {nbytes}")
 
 
-class _mapped:  # noqa: N801 - a context manager, used like a function
-    """The manifest's file as read-only bytes."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-
-    def __enter__(self) -> memoryview:
-        path = Path(self._manifest.path)
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as exc:
-            message = f"path: {path} cannot be mapped: {exc}"
-            raise Refusal(422, "manifest", message, _PUBLISH_AGAIN) from exc
-        self._view = memoryview(self._map)
-        return self._view
-
-    def __exit__(self, *_: object) -> None:
-        self._view.release()
-        self._map.close()
+def _verify(entry: TensorEntry, content: Bytes) -> None:
+    if zlib.crc32(content.data) != entry.checksum:
+        raise wrong(entry.name, "its bytes do not have the checksum of the manifest")
 
 
 def parsed(text: str) -> Version:
@@ -170,10 +167,6 @@ def parsed(text: str) -> Version:
         return Version.parse(text)
     except ValueError as exc:
         raise Refusal(400, "version", f"version: {text!r} is not EPOCH.NUMBER", "send it as '0.7'") from exc
-
-
-def _wrong(tensor: str, what: str) -> Refusal:
-    return Refusal(422, "tensor", f"tensor {tensor!r}: {what}", _PUBLISH_AGAIN)
 
 
 def not_prepared(text: str, staged: Version | None) -> Refusal:

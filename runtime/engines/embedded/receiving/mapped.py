@@ -1,0 +1,40 @@
+"""From a file that the sender has written: shared memory, or a disk that both reach."""
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from sostenuto.runtime.engines.embedded.receiving.receiver import PUBLISH_AGAIN, Incoming, wrong
+from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.trainer.publication.manifest import Manifest
+
+_WHERE = {
+    "shared_memory": "start the engine on the trainer's machine, or publish with transport disk",
+    "disk": "let the engine reach learner.publication.directory under the same path",
+}
+
+
+class MappedReceiver:
+    """Maps the manifest's file.  What is resident lasts as long as somebody refers to it."""
+
+    def receive(self, manifest: Manifest) -> Iterator[Incoming]:
+        content = np.frombuffer(_map(manifest), dtype=np.uint8)
+        for entry in manifest.tensors:
+            end = entry.offset + entry.nbytes
+            if end > len(content):
+                raise wrong(entry.name, f"ends after the file's {len(content)} bytes")
+            yield Incoming(entry, content[entry.offset : end], manifest.resident)
+
+
+def _map(manifest: Manifest) -> mmap.mmap:
+    """Private: what were written there would stay in this process."""
+    path = Path(manifest.path)
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as exc:
+        is_here = not isinstance(exc, FileNotFoundError)
+        remedy = PUBLISH_AGAIN if is_here else f"{_WHERE[manifest.transport]}; {PUBLISH_AGAIN}"
+        raise Refusal(422, "manifest", f"path: {path} cannot be mapped: {exc}", remedy) from exc
