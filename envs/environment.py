@@ -11,6 +11,7 @@ from typing import Any, Generic
 from pydantic import BaseModel, JsonValue
 from typing_extensions import TypeVar
 
+from sostenuto.envs.later import Later
 from sostenuto.envs.workspace import SANDBOX, lend
 from sostenuto.errors import ConfigError, Unsupported, nearest
 from sostenuto.sandbox.protocol import Sandbox
@@ -22,8 +23,9 @@ TaskT = TypeVar("TaskT", bound=BaseModel, default=Any)
 
 Opening = str | Sequence[Message]
 """The first user message, or the messages that the conversation starts with."""
-Score = float | Mapping[str, float | Sequence[float]]
-"""A reward, or metrics with one of that name, or with "turns": what each turn earned, which add up to it."""
+Score = float | Mapping[str, float | Sequence[float]] | Later
+"""A reward, or metrics with one of that name, or with "turns": what each turn earned, which add up to it;
+or `later()`, when it comes after the end."""
 
 
 _BOUND = frozenset({"task", "seed", "secrets", SANDBOX})

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import cast
 
+from sostenuto.envs.later import Later
 from sostenuto.errors import EnvironmentFailure
 
 
@@ -13,19 +14,23 @@ from sostenuto.errors import EnvironmentFailure
 class Verdict:
     """A reward and the metrics beside it, all finite.
 
-    `turns`: how the reward came about, turn by turn; empty where only the whole was told.
+    `value`: None where it comes later.  `turns`: how the reward came about, turn by turn; empty where only
+    the whole was told.
     """
 
-    value: float
+    value: float | None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     turns: tuple[float, ...] = ()
 
 
 def read_verdict(returned: object, doing: str, *, turns: int | None = None) -> Verdict:
-    """A number, or a mapping of numbers with "reward" or "turns"; anything else is an EnvironmentFailure.
+    """A number, a mapping of numbers with "reward" or "turns", or Later; all else is an EnvironmentFailure.
 
     `turns`: how many the episode had, each of which "turns" has a reward for; None: nobody knows.
     """
+    if isinstance(returned, Later):
+        metrics = {name: _finite(value, f"{doing}: {name!r}") for name, value in returned.metrics.items()}
+        return Verdict(None, metrics)
     if not isinstance(returned, Mapping):
         return Verdict(_finite(returned, doing))
     told = {str(name): value for name, value in cast("Mapping[object, object]", returned).items()}

@@ -12,8 +12,6 @@ file = "tasks.jsonl"                  # or .parquet, or factory = "module:functi
 turns = 6
 """
 
-import importlib
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -30,6 +28,7 @@ from sostenuto.runtime.jobs.alarms import AlarmSettings
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, Stragglers, WarmStart
 from sostenuto.runtime.jobs.phases import Phase
 from sostenuto.runtime.jobs.prefixes import Prefixes
+from sostenuto.runtime.jobs.rewarding import GroupRewards, LateRewards, named
 from sostenuto.runtime.jobs.sampling import Sampling
 from sostenuto.runtime.jobs.teacher import Teacher
 from sostenuto.runtime.models import resolve_model
@@ -64,7 +63,7 @@ class TaskSection(Section):
     def load(self, environment: type[Environment[Any]]) -> Tasks[Any]:
         """The tasks, checked."""
         if self.factory is not None:
-            made: object = _function(self.factory)(**self.arguments)
+            made: object = named(self.factory, "factory")(**self.arguments)
             if isinstance(made, Tasks):
                 return cast("Tasks[Any]", made)
             return Tasks(cast("list[Any]", made), where=self.factory)
@@ -84,6 +83,7 @@ class _JobFile(RuntimeConfig):
     model: str
     limits: Limits = Limits()
     truncation: Truncation = Truncation()
+    late_rewards: LateRewards | None = None
 
     def environment_class(self, registry: Registry | None = None) -> type[Environment[Any]]:
         return (registry or Registry(BUILT_IN))[self.environment]
@@ -105,6 +105,7 @@ class TrainFile(_JobFile):
     sampler: str = "fifo"
     refills: int = Field(default=1, ge=0)
     stragglers: Stragglers | None = None
+    group_rewards: GroupRewards | None = None
     eval_every: int = Field(default=0, ge=0)
     eval_sampling: Sampling = Sampling()
     eval_beside: bool = False
@@ -170,6 +171,7 @@ class EvalFile(_JobFile):
             options=self.options,
             limits=self.limits,
             truncation=self.truncation,
+            late_rewards=self.late_rewards,
             seed=self.seed,
             name=self.name,
         )
@@ -181,16 +183,3 @@ def load_train_file(path: Path) -> TrainFile:
 
 def load_eval_file(path: Path) -> EvalFile:
     return load_toml(path, EvalFile)
-
-
-def _function(path: str) -> Callable[..., Any]:
-    module_name, _, name = path.partition(":")
-    try:
-        found: object = getattr(importlib.import_module(module_name), name, None)
-    except ImportError as error:
-        raise ConfigError(
-            f"factory {path!r}: {error}; give `module:function` of something installed"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"factory {path!r}: no function {name!r} in {module_name}")
-    return found

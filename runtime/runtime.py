@@ -7,7 +7,7 @@ Invariants:
   runtime left open have failed.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -42,7 +42,7 @@ from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.run_directory import LOST, RunDirectory, hold
 from sostenuto.runtime.teaching import check_tokenizers
 from sostenuto.runtime.tools_opened import open_tools
-from sostenuto.types import Version
+from sostenuto.types import ProgramId, Version
 
 _EPOCH = "epoch"
 
@@ -193,6 +193,18 @@ class Runtime:
         if self._desk is None:
             raise ConfigError("publish: there are no rollouts; take groups from runtime.rollouts first")
         return await self._desk.publish(weights, trained)
+
+    def reward(self, program_id: str, value: float, *, metrics: Mapping[str, float] | None = None) -> None:
+        """The reward of a program that ended with `later()`, or will; the first one counts.
+
+        ConfigError for a program that does not wait for one, or a number that is not finite.
+        """
+        self._premises.awaited.give(ProgramId(program_id), value, metrics or {})
+
+    @property
+    def awaiting_rewards(self) -> tuple[ProgramId, ...]:
+        """Programs that have ended, and whose rewards are still to be given."""
+        return self._premises.awaited.waiting
 
     async def _start_rollouts(self, desk: Desk) -> None:
         while self._desk is not None and not self._desk.over.is_set():

@@ -3,6 +3,7 @@
 from pydantic import BaseModel
 
 from sostenuto.envs.environment import Environment
+from sostenuto.envs.later import Later, later
 from sostenuto.envs.workspace import SandboxSpec
 from sostenuto.tools.decorator import tool
 from sostenuto.types import Episode
@@ -45,6 +46,13 @@ class ParityByTurn(Environment[Number]):
     async def reward(self, episode: Episode) -> dict[str, list[float]]:
         last = float(len(episode.answer) % 2 == 0)
         return {"turns": [float(turn) for turn in range(episode.turns - 1)] + [last]}
+
+
+class ParityLater(Parity):
+    """Somebody else says what it earns."""
+
+    async def reward(self, episode: Episode) -> Later:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return later(length=float(len(episode.answer)))
 
 
 def numbers(count: int) -> list[Number]:

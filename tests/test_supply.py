@@ -2,6 +2,7 @@
 
 import random
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -14,12 +15,13 @@ from sostenuto.envs.environment import Environment
 from sostenuto.errors import SostenutoError, lone_error
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.jobs.events import Dropped, JobEvent, NoSignal, Stalled
+from sostenuto.runtime.jobs.group_rewards import GroupJudge
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.plan import plan_of
-from sostenuto.runtime.jobs.supply import GroupSupply
+from sostenuto.runtime.jobs.supply import Batch, GroupSupply
 from sostenuto.runtime.journal import Journal
 from sostenuto.runtime.ledger import Ledger
-from sostenuto.runtime.rollouts import Rollouts
+from sostenuto.runtime.rollouts import Rollouts, Runner
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.tools.wire import Reward
 from sostenuto.trainer.algorithms import GRPO
@@ -73,6 +75,9 @@ class Course:
     ledger: Ledger = field(default_factory=Ledger)
     said: list[JobEvent] = field(default_factory=list[JobEvent])
     staleness: list[int] = field(default_factory=list[int])
+    judge: GroupJudge | None = None
+    around: Callable[[Runner], Runner] = lambda runner: runner
+    seen: list[Batch] = field(default_factory=list[Batch])
 
     async def run(self, tools: FakeTools) -> None:
         engine = FakeEngine(("!look a", "done"), kv_tokens=4000, concurrency=16)
@@ -80,15 +85,18 @@ class Course:
             settings = SchedulerSettings(live_programs=64)
             engines = {EngineId("e"): engine}
             async with open_dispatcher(settings, engines, tools, FakeRenderer()) as dispatcher:
-                rollouts = Rollouts(dispatcher, self.ledger, Journal(connection))
+                rollouts = Rollouts(self.around(dispatcher), self.ledger, Journal(connection))
                 await self._train(dispatcher, rollouts)
 
     async def _train(self, dispatcher: Dispatcher, rollouts: Rollouts) -> None:
-        supply = GroupSupply(plan_of(self.job), rollouts, lambda: dispatcher.version, self.said.append)
+        supply = GroupSupply(
+            plan_of(self.job), rollouts, lambda: dispatcher.version, self.said.append, self.judge
+        )
         async with anyio.create_task_group() as generation:
             generation.start_soon(supply.generate)
             for _ in range(self.job.steps):
                 batch = await supply.take()
+                self.seen.append(batch)
                 deployed = dispatcher.version
                 self.staleness += [member.staleness(deployed) for member in batch.members]
                 await anyio.sleep(self.learn_s)

@@ -165,7 +165,8 @@ class RewardRequest(Wire):
 
 
 class Reward(Wire):
-    value: float
+    value: float | None
+    """None: it comes later."""
     metrics: dict[str, float] = Field(default_factory=dict[str, float])
     turns: tuple[float, ...] = ()
     """What each turn earned, which adds up to `value`; empty where only that is known."""

@@ -57,7 +57,8 @@ async def score(program: Program, request: RewardRequest) -> Reward:
         doing="scoring the episode",
     )
     by_turn = {f"turns[{index}]": number for index, number in enumerate(reward.turns)}
-    for name, number in {"value": reward.value, **reward.metrics, **by_turn}.items():
+    value = {} if reward.value is None else {"value": reward.value}
+    for name, number in {**value, **reward.metrics, **by_turn}.items():
         if not isfinite(number):
             raise EnvironmentFailure(f"reward: {name} is {number}; return a finite number")
     return reward

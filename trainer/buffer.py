@@ -61,6 +61,7 @@ class Buffer:
     rewards; a program that continues a history never has one.
     `ancestors`: for each earlier run epoch the highest version number that the present weights descend
     from.  Records of an epoch that is not listed, or beyond its number, are of an abandoned lineage.
+    `settles`: a group whose members have all ended waits until `settle` has told their rewards.
     `sampler`: which groups start, are used, and are given up; the bound on staleness is the buffer's own.
     """
 
@@ -71,12 +72,14 @@ class Buffer:
         fewest: int = 2,
         needs_reward: bool = True,
         ancestors: Mapping[int, int] | None = None,
+        settles: bool = False,
         sampler: Sampler | None = None,
     ) -> None:
         self.sampler = sampler or Fifo()
         self._zero_spread = zero_spread
         self._fewest = fewest
         self._needs_reward = needs_reward
+        self._settles = settles
         self._ancestors = dict(ancestors or {})
         self._open: dict[GroupId, _OpenGroup] = {}
         self._ready: list[ReadyGroup] = []
@@ -150,6 +153,23 @@ class Buffer:
         group, out = self._open[group_id], set(late)
         group.members = tuple(member for member in group.members if member not in out)
         return self._complete(group_id) if len(group.ended) == len(group.members) else ()
+
+    def unsettled(self, group_id: GroupId) -> tuple[Trajectory, ...]:
+        """The members of a group that waits for its rewards alone; none of any other group."""
+        group = self._open.get(group_id)
+        if group is None or not self._settles or len(group.ended) < len(group.members):
+            return ()
+        return _trainable(group)
+
+    def settle(self, group_id: GroupId, members: Iterable[Trajectory]) -> tuple[Dropped, ...]:
+        """Take the rewards of all members of such a group; return whom this drops."""
+        group = self._open[group_id]
+        group.ended |= {member.program_id: member for member in members}
+        return self._finish(self._open.pop(group_id), group_id)
+
+    def forget(self, group_id: GroupId) -> None:
+        """A group comes to nothing; its members are the caller's to end."""
+        del self._open[group_id]
 
     def room(self, deployed: Version, max_staleness: int, *, per_version: int, learning: int) -> int:
         """Groups that may start now; `learning` were taken, and their version is not deployed yet."""
@@ -243,7 +263,13 @@ class Buffer:
         return group
 
     def _complete(self, group_id: GroupId) -> tuple[Dropped, ...]:
-        group = self._open.pop(group_id)
+        group = self._open[group_id]
+        members = _trainable(group)
+        if self._settles and len(members) >= self._fewest and not any(m.history for m in members):
+            return ()
+        return self._finish(self._open.pop(group_id), group_id)
+
+    def _finish(self, group: _OpenGroup, group_id: GroupId) -> tuple[Dropped, ...]:
         members = _trainable(group)
         ready = ReadyGroup(group_id, members, self._arrivals, group.place)
         if len(members) < self._fewest:

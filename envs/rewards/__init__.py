@@ -1,5 +1,6 @@
 """What reward functions are made of: checks of answers and code, a judge, weighted sums."""
 
+from sostenuto.envs.later import later as later
 from sostenuto.envs.rewards.answers import boxed as boxed
 from sostenuto.envs.rewards.answers import last_number as last_number
 from sostenuto.envs.rewards.answers import same_number as same_number

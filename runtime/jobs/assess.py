@@ -14,7 +14,9 @@ async def assess(job: EvalJob, premises: Premises, say: Say) -> JobResult:
     """Run every task at each temperature."""
     folder, diary = job.model_folder(), Diary(anyio.current_time())
     with lone_error():
-        async with open_workshop(premises, job, of_agents=job.is_agent) as shop:
+        async with open_workshop(
+            premises, job, of_agents=job.is_agent, around=premises.awaiting(job.late_rewards, say)
+        ) as shop:
             say(JobStarted(job.name, str(folder), shop.dispatcher.version, premises.isolation))
             evaluation = Evaluation(
                 job.tasks, job.environment(), job.limits,

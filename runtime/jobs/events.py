@@ -170,6 +170,15 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True)
+class RewardAwaited:
+    """A program has ended, and its reward is still to be given."""
+
+    program: str
+    task: str
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class GivenUp:
     """A group that ran for so long that it could not be used any more."""
 
@@ -261,6 +270,7 @@ JobEvent = (
     | Published
     | Dropped
     | Replaced
+    | RewardAwaited
     | GivenUp
     | NoSignal
     | Quarantined

@@ -15,6 +15,7 @@ from sostenuto.errors import ConfigError
 from sostenuto.runtime.jobs.alarms import AlarmSettings
 from sostenuto.runtime.jobs.phases import Phase, check_phases, method_at
 from sostenuto.runtime.jobs.prefixes import Prefixes, check_prefixes
+from sostenuto.runtime.jobs.rewarding import GroupRewards, LateRewards
 from sostenuto.runtime.jobs.sampling import Sampling
 from sostenuto.runtime.jobs.teacher import Teacher, check_teachers
 from sostenuto.tools.wire import EnvironmentRef
@@ -91,6 +92,8 @@ class _Job:
     seed: int = 0
     name: str = "job"
     """Begins the ids of its programs."""
+    late_rewards: LateRewards | None = None
+    """None: an environment whose rewards come later fails."""
 
     def environment(self) -> EnvironmentRef:
         """The environment as it travels; ConfigError for a class that cannot run."""
@@ -154,6 +157,8 @@ class RLJob(_Job):
     """How often a member that the infrastructure failed is started anew."""
     stragglers: Stragglers | None = None
     """None: a group waits for all of its members."""
+    group_rewards: GroupRewards | None = None
+    """None: each program's reward is its own."""
     eval_tasks: Tasks[Any] | Sequence[BaseModel] = ()
     eval_every: int = 0
     """In steps; 0: before and after training alone."""
@@ -243,6 +248,8 @@ class RolloutJob(_Job):
     """How often a member that the infrastructure failed is started anew."""
     stragglers: Stragglers | None = None
     """None: a group waits for all of its members."""
+    group_rewards: GroupRewards | None = None
+    """None: each program's reward is its own."""
 
     def __post_init__(self) -> None:
         for name, least in (("group_size", 1), ("groups_per_step", 1), ("max_staleness", 0)):
@@ -262,6 +269,11 @@ def _check_flow(job: RLJob | RolloutJob) -> None:
     open_sampler(job.sampler).check(job.groups_per_step)
     if job.refills < 0:
         raise ConfigError(f"refills: {job.refills}; give 0 or more")
+    size = job.group_size if isinstance(job, RolloutJob) else job.algorithm.group_size
+    if job.group_rewards is not None and size == 1:
+        raise ConfigError(
+            "group_rewards: group_size is 1, and one program is no group; give 2 or more, or leave it out"
+        )
 
 
 def _source_of(tasks: Tasks[Any] | Sequence[BaseModel] | TaskSource, seed: int) -> TaskSource:

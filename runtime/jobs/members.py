@@ -9,13 +9,16 @@ Invariants:
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import anyio
 from anyio.abc import TaskGroup
+from pydantic import JsonValue
 
-from sostenuto.errors import Blame
+from sostenuto.errors import Blame, ProgramError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.jobs.events import JobEvent, Replaced
+from sostenuto.runtime.jobs.group_rewards import GroupJudge
 from sostenuto.runtime.jobs.openings import Opening, Openings
 from sostenuto.runtime.jobs.plan import Plan
 from sostenuto.runtime.program import ProgramSpec
@@ -39,14 +42,19 @@ class Members:
         *,
         ended: Callable[[Trajectory | None, tuple[Dropped, ...]], None],
         say: Callable[[JobEvent], None],
+        judge: GroupJudge | None = None,
     ) -> None:
-        """`ended` is told of every program that was run, unless it was recalled, and of whom that drops."""
+        """`ended` is told of every program that was run, unless it was recalled, and of whom that drops.
+
+        `judge`: tells the rewards of a group when all of its members have ended.
+        """
         self._plan = plan
         self._rollouts = rollouts
         self._buffer = buffer
         self._openings = openings
         self._ended = ended
         self._say = say
+        self._judge = judge
         self._running: dict[ProgramId, tuple[ProgramSpec, anyio.CancelScope]] = {}
         self._times: Counter[str] = Counter()
         """How often a member was started anew, by its first id; of groups that are open."""
@@ -88,11 +96,39 @@ class Members:
         self._ended(trajectory, self._buffer.add(trajectory))
         group_id = trajectory.group_id
         waiting = self._buffer.waiting_for.get(group_id)
-        if waiting is None:
+        if not waiting:
             self._minded.discard(group_id)
+            self._settle(group_id, running)
         elif self._is_to_be_minded(group_id, len(waiting)):
             self._minded.add(group_id)
             running.start_soon(self._mind_stragglers, group_id, running)
+
+    def _settle(self, group_id: GroupId, running: TaskGroup) -> None:
+        members = self._buffer.unsettled(group_id)
+        if members and self._judge is not None:
+            task = self._openings.task_of(group_id)
+            running.start_soon(self._judged, self._judge, members, task)
+
+    async def _judged(
+        self, judge: GroupJudge, members: tuple[Trajectory, ...], task: dict[str, JsonValue]
+    ) -> None:
+        group_id = members[0].group_id
+        try:
+            settled = await judge.judge(members, task)
+        except ProgramError as error:
+            self._come_to_nothing(group_id, members, Outcome(OutcomeKind.FAILED, str(error), error.blame))
+            return
+        # Meanwhile it may have been given up, or the job may be over.
+        if self._buffer.unsettled(group_id):
+            self._ended(None, self._buffer.settle(group_id, settled))
+
+    def _come_to_nothing(self, group_id: GroupId, members: tuple[Trajectory, ...], outcome: Outcome) -> None:
+        if not self._buffer.unsettled(group_id):
+            return
+        self._buffer.forget(group_id)
+        for member in members:
+            self._rollouts.end(member.program_id, outcome)
+            self._ended(replace(member, outcome=outcome, reward=None), ())
 
     def _is_to_be_minded(self, group_id: GroupId, waiting: int) -> bool:
         has_rule = self._plan.stragglers is not None and group_id not in self._minded
@@ -132,6 +168,7 @@ class Members:
         if late:
             self.recall(late, Outcome(OutcomeKind.DROPPED, _STRAGGLER))
             self._ended(None, self._buffer.leave_out(group_id, late))
+            self._settle(group_id, running)
 
     def _late(self, group_id: GroupId) -> tuple[ProgramId, ...]:
         return self._buffer.waiting_for.get(group_id, ())

@@ -76,6 +76,10 @@ class Openings:
         self._again.append(replace(start, number=start.number + 1))
         return True
 
+    def task_of(self, group_id: GroupId) -> dict[str, JsonValue]:
+        """Of a group that has not come to its end."""
+        return self._plan.source.at(self._starts[group_id].ordinal).payload()
+
     @property
     def waits(self) -> bool:
         """Whether something is to be started anew."""

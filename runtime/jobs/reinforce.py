@@ -17,6 +17,7 @@ from sostenuto.runtime.jobs.crediting import credited
 from sostenuto.runtime.jobs.diary import Diary, StepClock, step_trained
 from sostenuto.runtime.jobs.evaluate import Evaluation
 from sostenuto.runtime.jobs.events import JobResult, JobStarted, Saved
+from sostenuto.runtime.jobs.group_rewards import judge_of
 from sostenuto.runtime.jobs.job import RLJob, TaskSource
 from sostenuto.runtime.jobs.plan import plan_of
 from sostenuto.runtime.jobs.supply import GroupSupply
@@ -45,7 +46,11 @@ async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
                 job,
                 keep_kv=job.kv_at_update == "keep",
                 of_agents=job.is_agent,
-                around=lambda runner, dispatcher: lessons.around(continuations.around(runner, dispatcher)),
+                around=premises.awaiting(
+                    job.late_rewards,
+                    say,
+                    lambda runner, dispatcher: lessons.around(continuations.around(runner, dispatcher)),
+                ),
             ) as shop,
         ):
             version = shop.dispatcher.version
@@ -81,8 +86,9 @@ async def _train(
     job: RLJob, source: TaskSource, shop: Workshop, trainer: TrainerClient, diary: Diary, say: Say
 ) -> None:
     supply = GroupSupply(
-        replace(plan_of(job), source=source), shop.rollouts, lambda: shop.dispatcher.version, say
-    )
+        replace(plan_of(job), source=source), shop.rollouts, lambda: shop.dispatcher.version, say,
+        judge=judge_of(job.group_rewards, shop.renderer),
+    )  # fmt: skip
     try:
         async with anyio.create_task_group() as beside, anyio.create_task_group() as generation:
             generation.start_soon(supply.generate)

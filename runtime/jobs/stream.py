@@ -24,6 +24,7 @@ from sostenuto.runtime.given_weights import GivenTensors, GivenWeights
 from sostenuto.runtime.jobs.diary import Diary
 from sostenuto.runtime.jobs.events import JobResult, JobStarted, Published
 from sostenuto.runtime.jobs.group import Group
+from sostenuto.runtime.jobs.group_rewards import judge_of
 from sostenuto.runtime.jobs.job import RolloutJob
 from sostenuto.runtime.jobs.plan import plan_of_rollouts
 from sostenuto.runtime.jobs.supply import GroupSupply
@@ -79,7 +80,13 @@ class Desk:
         job, diary = self.job, Diary(anyio.current_time())
         keep_kv = job.kv_at_update == "keep"
         with lone_error():
-            async with open_workshop(premises, job, keep_kv=keep_kv, of_agents=job.is_agent) as shop:
+            async with open_workshop(
+                premises,
+                job,
+                keep_kv=keep_kv,
+                of_agents=job.is_agent,
+                around=premises.awaiting(job.late_rewards, say),
+            ) as shop:
                 say(
                     JobStarted(job.name, str(job.model_folder()), shop.dispatcher.version, premises.isolation)
                 )
@@ -97,8 +104,9 @@ class Desk:
         """Keep groups in flight until the consumer has gone; then end what has no outcome."""
         self._shop, self._weights, self._say = shop, weights, say
         self._supply = GroupSupply(
-            plan_of_rollouts(self.job), shop.rollouts, lambda: shop.dispatcher.version, say
-        )
+            plan_of_rollouts(self.job), shop.rollouts, lambda: shop.dispatcher.version, say,
+            judge=judge_of(self.job.group_rewards, shop.renderer),
+        )  # fmt: skip
         try:
             async with anyio.create_task_group() as generation:
                 generation.start_soon(self._supply.generate)

@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from sostenuto.errors import SostenutoError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.jobs.events import Dropped, GivenUp, JobEvent, NoSignal, Quarantined, Stalled
+from sostenuto.runtime.jobs.group_rewards import GroupJudge
 from sostenuto.runtime.jobs.members import Members
 from sostenuto.runtime.jobs.openings import Openings
 from sostenuto.runtime.jobs.plan import Plan
@@ -64,7 +65,9 @@ class GroupSupply:
         rollouts: Rollouts,
         deployed: Callable[[], Version],
         say: Callable[[JobEvent], None],
+        judge: GroupJudge | None = None,
     ) -> None:
+        """`judge`: of groups that get their rewards together."""
         self._plan = plan
         self._rollouts = rollouts
         self._deployed = deployed
@@ -75,10 +78,14 @@ class GroupSupply:
             zero_spread=plan.zero_spread,
             fewest=plan.fewest,
             needs_reward=plan.needs_reward,
+            settles=judge is not None,
             sampler=sampler,
         )
         self._openings = Openings(plan, rollouts.is_quarantined, self._trainable_until)
-        self._members = Members(plan, rollouts, self._buffer, self._openings, ended=self._ended, say=say)
+        self._members = Members(
+            plan, rollouts, self._buffer, self._openings, ended=self._ended, say=say, judge=judge
+        )
+        self._judges = judge is not None
         self._learning = 0
         """Groups whose place is taken until the next version opens."""
         self._in_hand: dict[GroupId, ReadyGroup] = {}
@@ -257,6 +264,8 @@ class GroupSupply:
     def _ended(self, trajectory: Trajectory | None, dropped: tuple[DroppedProgram, ...]) -> None:
         if trajectory is not None:
             self._look_at(trajectory)
+        elif self._judges:
+            self._lost = _Lost()
         self._drop(dropped)
         self._notify()
 
@@ -289,7 +298,8 @@ class GroupSupply:
 
     def _count(self, trajectory: Trajectory) -> None:
         if trajectory.outcome is None:
-            self._lost = _Lost()
+            # Where groups are judged, it is the judged one that shows that something comes.
+            self._lost = self._lost if self._judges else _Lost()
             return
         self._lost.programs += 1
         self._lost.reasons.append(str(trajectory.outcome))

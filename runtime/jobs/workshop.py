@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,8 @@ from sostenuto.runtime.engines.opened import Ground
 from sostenuto.runtime.engines.suits import Requirements
 from sostenuto.runtime.gateway.opening import open_gateway
 from sostenuto.runtime.jobs.events import JobEvent
+from sostenuto.runtime.jobs.late import AwaitedRewards
+from sostenuto.runtime.jobs.rewarding import LateRewards
 from sostenuto.runtime.journal import Journal, VersionPublished
 from sostenuto.runtime.ledger import Ledger
 from sostenuto.runtime.program import Timeouts, ToolServer
@@ -65,8 +67,19 @@ class Premises:
     new_version: Callable[[], Version]
     """A version that was never used in this run."""
     engines: EnginePool
+    awaited: AwaitedRewards = field(default_factory=AwaitedRewards)
+    """Programs whose rewards come after their end."""
     tap: Tap | None = None
     """Sees the bytes on the engine's socket; for checks that compare records with them."""
+
+    def awaiting(self, rule: LateRewards | None, say: Say, around: Around | None = None) -> Around:
+        """`around`, and beyond it the wait for rewards that come after a program's end."""
+
+        def awaiting(runner: Runner, dispatcher: Dispatcher) -> Runner:
+            inner = around(runner, dispatcher) if around else runner
+            return self.awaited.around(inner, rule, dispatcher.around.renderer, say)
+
+        return awaiting
 
 
 @dataclass(frozen=True, slots=True)

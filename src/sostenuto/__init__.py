@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sostenuto.runtime.config import GatewaySettings as GatewaySettings
     from sostenuto.runtime.config import RuntimeConfig as RuntimeConfig
     from sostenuto.runtime.config import ToolServerSettings as ToolServerSettings
+    from sostenuto.runtime.jobs.finished import Finished as Finished
     from sostenuto.runtime.jobs.group import Group as Group
     from sostenuto.runtime.jobs.job import EvalJob as EvalJob
     from sostenuto.runtime.jobs.job import RLJob as RLJob
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from sostenuto.runtime.jobs.job import WarmStart as WarmStart
     from sostenuto.runtime.jobs.phases import Phase as Phase
     from sostenuto.runtime.jobs.prefixes import Prefixes as Prefixes
+    from sostenuto.runtime.jobs.rewarding import GroupRewards as GroupRewards
+    from sostenuto.runtime.jobs.rewarding import LateRewards as LateRewards
     from sostenuto.runtime.jobs.serve import ServeJob as ServeJob
     from sostenuto.runtime.jobs.teacher import Teacher as Teacher
     from sostenuto.runtime.runtime import Runtime as Runtime
@@ -101,7 +104,10 @@ _HOME = {
     "McpServer": "tools.remote.declared",
     "Message": "types",
     "RLJob": "runtime.jobs.job",
+    "Finished": "runtime.jobs.finished",
     "Group": "runtime.jobs.group",
+    "GroupRewards": "runtime.jobs.rewarding",
+    "LateRewards": "runtime.jobs.rewarding",
     "Registry": "envs.registry",
     "RolloutJob": "runtime.jobs.job",
     "Runtime": "runtime.runtime",
@@ -154,10 +160,13 @@ __all__ = [
     "Environment",
     "Episode",
     "EvalJob",
+    "Finished",
     "GatewaySettings",
     "Group",
+    "GroupRewards",
     "HttpTool",
     "IcePop",
+    "LateRewards",
     "LearnerSettings",
     "Limits",
     "McpServer",
