@@ -65,9 +65,10 @@ class LoraSettings(Section):
 class PublicationSettings(Section):
     """How new weights get to the engines."""
 
-    transport: Literal["shared_memory", "disk"] = "shared_memory"
+    transport: Literal["shared_memory", "disk", "disk_delta"] = "shared_memory"
     """shared_memory: engines on this machine serve what the trainer wrote into memory.  disk: a file in
-    `directory`, for engines on machines that share it.
+    `directory`, for engines on machines that share it.  disk_delta: what changed since the version before,
+    and a full file now and then.
     """
 
     directory: str | None = None
@@ -78,9 +79,12 @@ class PublicationSettings(Section):
     keep: int = Field(default=2, ge=2)
     """Versions that stay in `directory`."""
 
+    deltas: int = Field(default=8, ge=1)
+    """Of disk_delta: how many there are between two full versions, at most."""
+
     @model_validator(mode="after")
     def _disk_has_a_folder(self) -> Self:
-        if self.transport == "disk" and self.directory is None:
+        if self.transport.startswith("disk") and self.directory is None:
             raise ValueError(
                 f"publication: transport {self.transport!r} needs directory; name a folder that trainer and "
                 "engines share"

@@ -7,15 +7,15 @@
 """
 
 import json
-import mmap
 import os
 import shutil
 import zlib
-from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
 from sostenuto.errors import EngineError
+from sostenuto.trainer.publication.chain import contents
+from sostenuto.trainer.publication.deltas import Bytes
 from sostenuto.trainer.publication.formats import DTYPES
 from sostenuto.trainer.publication.manifest import Manifest, TensorEntry
 
@@ -113,25 +113,18 @@ def write_safetensors(manifest: Manifest, path: Path) -> None:
         start += entry.nbytes
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with ExitStack() as opened:
-        target = opened.enter_context(path.open("wb"))
+    with path.open("wb") as target:
         target.write(len(encoded).to_bytes(8, "little") + encoded)
-        if not start:
-            return
-        source = opened.enter_context(Path(manifest.path).open("rb"))
-        mapped = opened.enter_context(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ))
-        for entry in manifest.tensors:
-            _copy(entry, mapped, target)
+        for entry, content in contents(manifest):
+            _copy(entry, content, target)
         target.flush()
         os.fsync(target.fileno())
 
 
-def _copy(entry: TensorEntry, source: mmap.mmap, target: IO[bytes]) -> None:
-    checksum, end = 0, entry.offset + entry.nbytes
-    if end > len(source):
-        raise EngineError(f"{entry.name!r}: ends at byte {end} of a file of {len(source)}; publish again")
-    for at in range(entry.offset, end, _CHUNK_BYTES):
-        chunk = source[at : min(at + _CHUNK_BYTES, end)]
+def _copy(entry: TensorEntry, content: Bytes, target: IO[bytes]) -> None:
+    checksum = 0
+    for at in range(0, entry.nbytes, _CHUNK_BYTES):
+        chunk = content[at : at + _CHUNK_BYTES].tobytes()
         checksum = zlib.crc32(chunk, checksum)
         target.write(chunk)
     if checksum != entry.checksum:

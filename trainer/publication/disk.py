@@ -23,44 +23,58 @@ class DiskSender:
     """Publishes the versions of one trainer process into `directory`; the newest `keep` stay there."""
 
     def __init__(self, directory: Path, *, keep: int) -> None:
-        self._directory = directory
+        self._directory = usable(directory)
         self._keep = keep
         self._files = Files()
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrainerError(
-                f"learner.publication.directory: {directory}: {error.strerror}; name a folder that trainer "
-                "and engines share and the trainer can write"
-            ) from error
         self.removed = remove_orphans(directory)
 
     def publish(self, version: Version, tensors: Named, *, selector: Selector = "target") -> Manifest:
-        return self.write(version, Snapshot.of(tensors, alignment=1), selector)
-
-    def write(self, version: Version, snapshot: Snapshot, selector: Selector) -> Manifest:
-        """`snapshot`: without gaps, which the format does not allow."""
-        head = np.frombuffer(_header(version, snapshot.entries), dtype=np.uint8)
-        behind = snapshot.behind(head.nbytes)
         self._files.retire(self._keep - 1)
-        if (free := free_bytes(self._directory)) < behind.nbytes:
-            raise TrainerError(
-                f"publication: {behind.nbytes} bytes are needed, {self._directory} has {free} free; free "
-                "some, or set learner.publication.directory to a larger disk"
-            )
-        chunks = ((0, head), *behind.chunks)
-        path = self._files.write(self._directory, f"{version}.safetensors", chunks, behind.nbytes, sync=True)
-        return Manifest(
-            version=str(version),
-            path=str(path),
-            nbytes=behind.nbytes,
-            tensors=behind.entries,
-            selector=selector,
-            transport="disk",
-        )
+        snapshot = Snapshot.of(tensors, alignment=1)
+        return write_full(self._files, self._directory, version, snapshot, selector)
 
     def close(self) -> None:
         self._files.close()
+
+
+def write_full(
+    files: Files, directory: Path, version: Version, snapshot: Snapshot, selector: Selector
+) -> Manifest:
+    """`snapshot`: without gaps, which the format does not allow.  TrainerError when there is no room."""
+    head = np.frombuffer(_header(version, snapshot.entries), dtype=np.uint8)
+    behind = snapshot.behind(head.nbytes)
+    require_room(directory, behind.nbytes)
+    chunks = ((0, head), *behind.chunks)
+    path = files.write(directory, f"{version}.safetensors", chunks, behind.nbytes, sync=True)
+    return Manifest(
+        version=str(version),
+        path=str(path),
+        nbytes=behind.nbytes,
+        tensors=behind.entries,
+        selector=selector,
+        transport="disk",
+    )
+
+
+def usable(directory: Path) -> Path:
+    """The folder, which is there afterwards; TrainerError when it cannot be."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainerError(
+            f"learner.publication.directory: {directory}: {error.strerror}; name a folder that trainer "
+            "and engines share and the trainer can write"
+        ) from error
+    return directory
+
+
+def require_room(directory: Path, nbytes: int) -> None:
+    """TrainerError unless there are so many bytes left."""
+    if (free := free_bytes(directory)) < nbytes:
+        raise TrainerError(
+            f"publication: {nbytes} bytes are needed, {directory} has {free} free; free some, or set "
+            "learner.publication.directory to a larger disk"
+        )
 
 
 def _header(version: Version, entries: tuple[TensorEntry, ...]) -> bytes:

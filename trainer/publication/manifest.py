@@ -17,7 +17,7 @@ DRAFT_PREFIX = "draft."
 Selector = Literal["target", "draft", "all"]
 """The model's weights, those of what guesses its next tokens, or both."""
 
-Transport = Literal["shared_memory", "disk"]
+Transport = Literal["shared_memory", "disk", "disk_delta"]
 """How the bytes get from a sender to the receivers."""
 
 
@@ -36,6 +36,21 @@ class TensorEntry(BaseModel):
     """zlib.crc32 of the bytes."""
 
 
+class Delta(BaseModel):
+    """What a version is a change of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base: str
+    base_digest: int
+    changed: int = Field(ge=0)
+    """Elements."""
+    full: str
+    """File of the version where the deltas begin."""
+    deltas: tuple[str, ...]
+    """Files that lead from there to this version; the last one is on `base`."""
+
+
 class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,6 +63,8 @@ class Manifest(BaseModel):
     transport: Transport = "shared_memory"
     resident: bool = False
     """The file lies in memory and is never written again: it may be served from where it lies."""
+    delta: Delta | None = None
+    """Of the transport disk_delta: `path` has what changed, and `offset` of a tensor means nothing."""
 
     @property
     def digest(self) -> int:

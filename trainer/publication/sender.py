@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from sostenuto.trainer.publication.disk import DiskSender
+from sostenuto.trainer.publication.disk_delta import DiskDeltaSender
 from sostenuto.trainer.publication.manifest import Manifest, Selector
 from sostenuto.trainer.publication.shared_memory import SharedMemorySender
 from sostenuto.trainer.publication.snapshot import Named
@@ -32,4 +33,6 @@ def open_sender(settings: PublicationSettings) -> Sender:
     if settings.transport == "shared_memory":
         return SharedMemorySender(directory)
     assert directory is not None, "the settings require one"
+    if settings.transport == "disk_delta":
+        return DiskDeltaSender(directory, keep=settings.keep, deltas=settings.deltas)
     return DiskSender(directory, keep=settings.keep)

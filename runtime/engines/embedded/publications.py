@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from sostenuto.runtime.engines.embedded.model import Model
-from sostenuto.runtime.engines.embedded.receiving.receiver import wrong
+from sostenuto.runtime.engines.embedded.receiving.receiver import Bytes, wrong
 from sostenuto.runtime.engines.embedded.receiving.receivers import Receivers
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.weights import Weights, not_prepared, parsed
@@ -33,7 +33,10 @@ class Publications:
     def __init__(self, target: Weights, drafter: Weights | None) -> None:
         self.target = target
         self.drafter = drafter
-        self._receivers = Receivers()
+        self.digest: int | None = None
+        """Of the publication that is served; None: not known."""
+        self._staged_digest = 0
+        self._receivers = Receivers(self)
 
     @property
     def version(self) -> Version:
@@ -63,6 +66,7 @@ class Publications:
         if manifest.selector != "target" and self.drafter is not None:
             parts.append((self.drafter, draft))
         self._receive(manifest, parts)
+        self._staged_digest = manifest.digest
         for weights, part in parts:
             weights.staged_whole(part)
 
@@ -73,7 +77,7 @@ class Publications:
             prefix = DRAFT_PREFIX if weights is self.drafter else ""
             for sent, name in weights.expect(part).items():
                 places[prefix + sent] = (weights, name)
-        for incoming in self._receivers.of(manifest).receive(manifest):
+        for incoming in self._receivers.of(manifest).receive(manifest, frozenset(places)):
             if (place := places.pop(incoming.entry.name, None)) is not None:
                 weights, name = place
                 weights.take(name, incoming)
@@ -87,11 +91,19 @@ class Publications:
         drafter = self.drafter if self.drafter and self.drafter.staged == version else None
         if not target and drafter is None:
             raise not_prepared(text, self.target.staged)
+        self.digest = None
         if target:
             self.target.commit(text)
         if drafter:
             drafter.commit(text)
+        self.digest = self._staged_digest
         return Committed(version, target, drafter is not None)
+
+    def served(self, name: str) -> Bytes | None:
+        """The bytes of a tensor as it was published; None where they are not kept so."""
+        if name.startswith(DRAFT_PREFIX) and self.drafter is not None:
+            return self.drafter.served(name.removeprefix(DRAFT_PREFIX))
+        return self.target.served(name)
 
     def abandon(self, text: str) -> None:
         """Forget what was staged as version `text`; idempotent."""

@@ -55,7 +55,7 @@ class Weights:
         entry, content, is_lasting = incoming
         shape, dtype = self._form(name)
         kept = self._tensors(name)
-        is_plain = name not in self._quantized and kept[0].device.type == "cpu" and kept[0].is_contiguous()
+        is_plain = self._is_plain(name)
         if is_plain and is_lasting:
             _verify(entry, content)
             self._spare[name] = (as_tensor(content).view(dtype).view(shape),)
@@ -75,6 +75,12 @@ class Weights:
         tensor = as_tensor(own).view(dtype).view(shape).to(kept[0].device)
         for spare, new in zip(self._spare[name], self._converted(name, tensor), strict=True):
             spare.copy_(new)
+
+    def served(self, name: str) -> Bytes | None:
+        """The bytes of a tensor that is served; None where they are not what was published."""
+        kept = self._names.get(name)
+        live = None if kept is None else self._live.get(kept)
+        return as_bytes(live) if live is not None and self._is_plain(kept or "") else None
 
     def staged_whole(self, manifest: Manifest) -> None:
         """Every tensor that was expected has been taken."""
@@ -100,6 +106,11 @@ class Weights:
 
     def _exchange(self, live: torch.Tensor, spare: torch.Tensor) -> None:
         live.data, spare.data = spare.data, live.data
+
+    def _is_plain(self, name: str) -> bool:
+        """Kept as the bytes that are published."""
+        kept = self._tensors(name)[0]
+        return name not in self._quantized and kept.device.type == "cpu" and kept.is_contiguous()
 
     def _tensors(self, name: str) -> tuple[torch.Tensor, ...]:
         """What is kept of a parameter."""

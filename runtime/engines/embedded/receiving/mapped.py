@@ -1,7 +1,7 @@
 """From a file that the sender has written: shared memory, or a disk that both reach."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,11 @@ _WHERE = {
 class MappedReceiver:
     """Maps the manifest's file.  What is resident lasts as long as somebody refers to it."""
 
-    def receive(self, manifest: Manifest) -> Iterator[Incoming]:
+    def receive(self, manifest: Manifest, wanted: Collection[str]) -> Iterator[Incoming]:
         content = np.frombuffer(_map(manifest), dtype=np.uint8)
         for entry in manifest.tensors:
+            if entry.name not in wanted:
+                continue
             end = entry.offset + entry.nbytes
             if end > len(content):
                 raise wrong(entry.name, f"ends after the file's {len(content)} bytes")

@@ -1,6 +1,6 @@
 """The receiving side of a publication: what every transport does for an engine."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -26,8 +26,8 @@ class Incoming(NamedTuple):
 class Receiver(Protocol):
     """Fetches publications of one transport.  Blocking: call it in a thread, one publication at a time."""
 
-    def receive(self, manifest: Manifest) -> Iterator[Incoming]:
-        """Every tensor of the manifest once, in any order.  Refusal when one cannot be had."""
+    def receive(self, manifest: Manifest, wanted: Collection[str]) -> Iterator[Incoming]:
+        """Each wanted tensor once, in any order, and perhaps others.  Refusal when one cannot be had."""
         ...
 
 

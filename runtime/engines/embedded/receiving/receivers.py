@@ -1,6 +1,7 @@
 """The receivers of one engine, one for each transport."""
 
 from sostenuto.runtime.engines.embedded.receiving.mapped import MappedReceiver
+from sostenuto.runtime.engines.embedded.receiving.patched import Base, PatchedReceiver
 from sostenuto.runtime.engines.embedded.receiving.receiver import Receiver
 from sostenuto.trainer.publication.manifest import Manifest
 
@@ -8,10 +9,14 @@ from sostenuto.trainer.publication.manifest import Manifest
 class Receivers:
     """Chosen by what a manifest says."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: Base) -> None:
+        """`base`: what the engine serves."""
         self._mapped = MappedReceiver()
+        self._patched = PatchedReceiver(base)
 
     def of(self, manifest: Manifest) -> Receiver:
         match manifest.transport:
             case "shared_memory" | "disk":
                 return self._mapped
+            case "disk_delta":
+                return self._patched
