@@ -65,10 +65,10 @@ class LoraSettings(Section):
 class PublicationSettings(Section):
     """How new weights get to the engines."""
 
-    transport: Literal["shared_memory", "disk", "disk_delta"] = "shared_memory"
+    transport: Literal["shared_memory", "disk", "disk_delta", "broadcast"] = "shared_memory"
     """shared_memory: engines on this machine serve what the trainer wrote into memory.  disk: a file in
     `directory`, for engines on machines that share it.  disk_delta: what changed since the version before,
-    and a full file now and then.
+    and a full file now and then.  broadcast: over the network, to all engines together.
     """
 
     directory: str | None = None
@@ -81,6 +81,15 @@ class PublicationSettings(Section):
 
     deltas: int = Field(default=8, ge=1)
     """Of disk_delta: how many there are between two full versions, at most."""
+
+    host: str = "127.0.0.1"
+    """Address of the trainer's machine where engines call for weights that go over the network."""
+
+    gather_s: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Of broadcast: how long an engine that is ready waits for the others of the last time."""
+
+    deadline_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    """How long one engine may keep the sender, and with broadcast the other engines, waiting."""
 
     @model_validator(mode="after")
     def _disk_has_a_folder(self) -> Self:

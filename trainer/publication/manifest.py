@@ -17,7 +17,7 @@ DRAFT_PREFIX = "draft."
 Selector = Literal["target", "draft", "all"]
 """The model's weights, those of what guesses its next tokens, or both."""
 
-Transport = Literal["shared_memory", "disk", "disk_delta"]
+Transport = Literal["shared_memory", "disk", "disk_delta", "broadcast"]
 """How the bytes get from a sender to the receivers."""
 
 
@@ -51,6 +51,23 @@ class Delta(BaseModel):
     """Files that lead from there to this version; the last one is on `base`."""
 
 
+class Source(BaseModel):
+    """Where receivers call for the bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str
+    port: int = Field(gt=0)
+    key: str
+    """Who has it may call."""
+    deadline_s: float = Field(gt=0)
+    """How long either side may keep the other waiting."""
+    gather_s: float = Field(default=0.0, ge=0)
+    """How long the sender waits for more receivers after the first one."""
+    bucket_bytes: int = Field(default=16 << 20, gt=0)
+    """What is sent together, where it is not a single tensor."""
+
+
 class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,7 +81,9 @@ class Manifest(BaseModel):
     resident: bool = False
     """The file lies in memory and is never written again: it may be served from where it lies."""
     delta: Delta | None = None
-    """Of the transport disk_delta: `path` has what changed, and `offset` of a tensor means nothing."""
+    """Of disk_delta: `path` has what changed, and `offset` of a tensor means nothing."""
+    source: Source | None = None
+    """Of broadcast, which has no `path`."""
 
     @property
     def digest(self) -> int:

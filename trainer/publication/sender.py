@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Protocol
 
+from sostenuto.trainer.publication.broadcast import BroadcastSender
 from sostenuto.trainer.publication.disk import DiskSender
 from sostenuto.trainer.publication.disk_delta import DiskDeltaSender
 from sostenuto.trainer.publication.manifest import Manifest, Selector
@@ -32,6 +33,8 @@ def open_sender(settings: PublicationSettings) -> Sender:
     directory = None if settings.directory is None else Path(settings.directory)
     if settings.transport == "shared_memory":
         return SharedMemorySender(directory)
+    if settings.transport == "broadcast":
+        return BroadcastSender(settings.host, gather_s=settings.gather_s, deadline_s=settings.deadline_s)
     assert directory is not None, "the settings require one"
     if settings.transport == "disk_delta":
         return DiskDeltaSender(directory, keep=settings.keep, deltas=settings.deltas)

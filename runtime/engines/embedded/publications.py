@@ -5,6 +5,7 @@ head.  Its tensors have names that begin with "draft.".  It has a version of its
 than the model's: old guesses are worse, and nothing else.
 """
 
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ class Publications:
         self.digest: int | None = None
         """Of the publication that is served; None: not known."""
         self._staged_digest = 0
-        self._receivers = Receivers(self)
+        self._receivers = Receivers(self, target.device)
 
     @property
     def version(self) -> Version:
@@ -77,10 +78,11 @@ class Publications:
             prefix = DRAFT_PREFIX if weights is self.drafter else ""
             for sent, name in weights.expect(part).items():
                 places[prefix + sent] = (weights, name)
-        for incoming in self._receivers.of(manifest).receive(manifest, frozenset(places)):
-            if (place := places.pop(incoming.entry.name, None)) is not None:
-                weights, name = place
-                weights.take(name, incoming)
+        with closing(self._receivers.of(manifest).receive(manifest, frozenset(places))) as arriving:
+            for incoming in arriving:
+                if (place := places.pop(incoming.entry.name, None)) is not None:
+                    weights, name = place
+                    weights.take(name, incoming)
         if places:
             raise wrong(next(iter(places)), f"did not arrive ({len(places)} in all)")
 

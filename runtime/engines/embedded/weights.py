@@ -32,7 +32,9 @@ class Weights:
         self.version = version
         self.staged: Version | None = None
         self.broken: str | None = None
-        self._dtype = next(module.parameters()).dtype
+        first = next(module.parameters())
+        self._dtype = first.dtype
+        self.device = str(first.device)
         self._quantized = quantized or {}
         self._names, self._live = _distinct(module.state_dict(keep_vars=True))
         self._names |= {name: name for name in self._quantized}

@@ -1,7 +1,7 @@
 """From a file that the sender has written: shared memory, or a disk that both reach."""
 
 import mmap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ _WHERE = {
 class MappedReceiver:
     """Maps the manifest's file.  What is resident lasts as long as somebody refers to it."""
 
-    def receive(self, manifest: Manifest, wanted: Collection[str]) -> Iterator[Incoming]:
+    def receive(self, manifest: Manifest, wanted: Collection[str]) -> Generator[Incoming]:
         content = np.frombuffer(_map(manifest), dtype=np.uint8)
         for entry in manifest.tensors:
             if entry.name not in wanted:

@@ -1,6 +1,6 @@
 """From a delta: the served weights with what has changed, or the last full version with all deltas since."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from pathlib import Path
 from typing import Protocol
 
@@ -34,7 +34,7 @@ class PatchedReceiver:
     def __init__(self, base: Base) -> None:
         self._base = base
 
-    def receive(self, manifest: Manifest, wanted: Collection[str]) -> Iterator[Incoming]:
+    def receive(self, manifest: Manifest, wanted: Collection[str]) -> Generator[Incoming]:
         if manifest.delta is None:
             raise Refusal(422, "manifest", "delta: is missing", "send the manifest as the sender made it")
         try:

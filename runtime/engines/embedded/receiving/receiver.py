@@ -1,6 +1,6 @@
 """The receiving side of a publication: what every transport does for an engine."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ class Incoming(NamedTuple):
 class Receiver(Protocol):
     """Fetches publications of one transport.  Blocking: call it in a thread, one publication at a time."""
 
-    def receive(self, manifest: Manifest, wanted: Collection[str]) -> Iterator[Incoming]:
+    def receive(self, manifest: Manifest, wanted: Collection[str]) -> Generator[Incoming]:
         """Each wanted tensor once, in any order, and perhaps others.  Refusal when one cannot be had."""
         ...
 

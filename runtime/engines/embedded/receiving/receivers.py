@@ -1,5 +1,6 @@
 """The receivers of one engine, one for each transport."""
 
+from sostenuto.runtime.engines.embedded.receiving.broadcast import BroadcastReceiver
 from sostenuto.runtime.engines.embedded.receiving.mapped import MappedReceiver
 from sostenuto.runtime.engines.embedded.receiving.patched import Base, PatchedReceiver
 from sostenuto.runtime.engines.embedded.receiving.receiver import Receiver
@@ -9,14 +10,17 @@ from sostenuto.trainer.publication.manifest import Manifest
 class Receivers:
     """Chosen by what a manifest says."""
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: Base, device: str) -> None:
         """`base`: what the engine serves."""
         self._mapped = MappedReceiver()
+        self._broadcast = BroadcastReceiver(device)
         self._patched = PatchedReceiver(base)
 
     def of(self, manifest: Manifest) -> Receiver:
         match manifest.transport:
             case "shared_memory" | "disk":
                 return self._mapped
+            case "broadcast":
+                return self._broadcast
             case "disk_delta":
                 return self._patched
