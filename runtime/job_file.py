@@ -28,6 +28,7 @@ from sostenuto.runtime.jobs.alarms import AlarmSettings
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, Stragglers, WarmStart
 from sostenuto.runtime.jobs.phases import Phase
 from sostenuto.runtime.jobs.prefixes import Prefixes
+from sostenuto.runtime.jobs.reward_model import RewardModel
 from sostenuto.runtime.jobs.rewarding import GroupRewards, LateRewards, named
 from sostenuto.runtime.jobs.sampling import Sampling
 from sostenuto.runtime.jobs.teacher import Teacher
@@ -83,10 +84,15 @@ class _JobFile(RuntimeConfig):
     model: str
     limits: Limits = Limits()
     truncation: Truncation = Truncation()
+    reward_models: tuple[RewardModel, ...] = ()
     late_rewards: LateRewards | None = None
 
     def environment_class(self, registry: Registry | None = None) -> type[Environment[Any]]:
         return (registry or Registry(BUILT_IN))[self.environment]
+
+    async def models_of_rewards(self) -> tuple[RewardModel, ...]:
+        """With their folders; ConfigError for one that is not there."""
+        return tuple([replace(m, model=await resolve_model(str(m.model))) for m in self.reward_models])
 
     def runtime(self) -> RuntimeConfig:
         """The part that is not the job's."""
@@ -140,12 +146,14 @@ class TrainFile(_JobFile):
             "reference",
             "teachers",
             "critic",
+            "reward_models",
         }
         return RLJob(
             env=environment,
             model=await resolve_model(self.model),
             reference=None if self.reference is None else await resolve_model(self.reference),
             teachers=tuple([replace(t, model=await resolve_model(str(t.model))) for t in self.teachers]),
+            reward_models=await self.models_of_rewards(),
             critic=None if self.critic is None else await resolve_model(self.critic),
             tasks=self.tasks.load(environment),
             eval_tasks=self.eval_tasks.load(environment) if self.eval_tasks else (),
@@ -171,6 +179,7 @@ class EvalFile(_JobFile):
             options=self.options,
             limits=self.limits,
             truncation=self.truncation,
+            reward_models=await self.models_of_rewards(),
             late_rewards=self.late_rewards,
             seed=self.seed,
             name=self.name,

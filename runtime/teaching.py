@@ -12,17 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
 import numpy as np
 from tokenizers import Tokenizer
 
 from sostenuto.errors import ConfigError, EngineError, boundary
 from sostenuto.records import Mask, Taught, Trajectory
 from sostenuto.records import Sequence as Spans
-from sostenuto.runtime.config import EngineSettings
-from sostenuto.runtime.engines.opened import Ground, source_of
 from sostenuto.runtime.engines.protocol import Engine
-from sostenuto.runtime.engines.suits import Requirements
 from sostenuto.runtime.engines.wire import ScoreReply, ScoreRequest
 from sostenuto.runtime.jobs.job import RLJob, local_folder
 from sostenuto.runtime.jobs.teacher import Teacher, assigned
@@ -30,11 +26,9 @@ from sostenuto.runtime.jobs.workshop import Premises
 from sostenuto.runtime.program import History, ProgramSpec
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rollouts import Runner
-from sostenuto.types import Outcome, OutcomeKind, Purpose, Version
+from sostenuto.runtime.scoring_engine import open_scoring_engine
+from sostenuto.types import Outcome, OutcomeKind, Purpose
 
-_START = Version(0, 0)
-_KV_TOKENS = 1024
-"""Of a teacher's engine, which scores beside its pool."""
 _TOGETHER = 32
 """Scores that one teacher is asked for at a time, where its entry says nothing."""
 
@@ -128,19 +122,16 @@ async def open_lessons(
 
 @asynccontextmanager
 async def _engine_of(teacher: Teacher, job: RLJob, premises: Premises) -> AsyncGenerator[Engine]:
-    folder = await anyio.to_thread.run_sync(ModelFolder.open, teacher_folder(teacher))
-    common, run = premises.config.engine, premises.run
-    settings = EngineSettings(kv_tokens=_KV_TOKENS, dtype=common.dtype, device=common.device)
-    entry = teacher.engine.model_copy(update={"id": teacher.engine.id or f"teacher-{teacher.name}"})
-    ground = Ground(
-        job.name, folder.path, _START, settings, run.logs, run.weights, premises.tap, as_started=True
-    )
-    source = source_of(entry, ground)
-    async with source.open() as opened:
-        facts = await opened.engine.capabilities()
-        Requirements.of(folder, _START, job.limits.total_tokens).check(source.id, facts)
-        await _try(opened.engine, teacher, job)
-        yield opened.engine
+    async with open_scoring_engine(
+        teacher_folder(teacher),
+        teacher.engine,
+        premises,
+        job=job.name,
+        name=f"teacher-{teacher.name}",
+        tokens=job.limits.total_tokens,
+    ) as engine:
+        await _try(engine, teacher, job)
+        yield engine
 
 
 async def _try(engine: Engine, teacher: Teacher, job: RLJob) -> None:

@@ -29,7 +29,7 @@ from sostenuto.records import Floats
 from sostenuto.trainer.algorithms import SFT, Algorithm
 from sostenuto.trainer.parts import Critic
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.trainer.reports import Exactness, StepReport, TrainerFacts
+from sostenuto.trainer.reports import Exactness, ScorerFacts, StepReport, TrainerFacts
 from sostenuto.trainer.samples import Sample
 from sostenuto.trainer.settings import LearnerSettings, Schedule
 from sostenuto.trainer.wire import (
@@ -41,6 +41,7 @@ from sostenuto.trainer.wire import (
     Learn,
     Logprobs,
     Open,
+    OpenScorer,
     Publish,
     Refused,
     Reply,
@@ -48,6 +49,7 @@ from sostenuto.trainer.wire import (
     ResetOptimizer,
     Restore,
     Save,
+    Score,
     Values,
     pack,
     sample_to_wire,
@@ -187,6 +189,14 @@ class TrainerClient:
         wire = [sample_to_wire(sample) for sample in samples]
         found = await self._ask(Values(wire), list[bytes])
         return [np.frombuffer(array, dtype=np.float32) for array in found]
+
+    async def open_scorer(self, directory: str | Path, *, dtype: str, device: str) -> ScorerFacts:
+        """Load a model that scores whole texts; this process then trains nothing."""
+        return await self._ask(OpenScorer(_absolute(directory), dtype, device), ScorerFacts)
+
+    async def scores(self, texts: list[list[int]]) -> list[list[float]]:
+        """The outputs of that model for each text, one for each of its labels."""
+        return await self._ask(Score(texts), list[list[float]])
 
     async def publish(self, version: Version) -> Manifest:
         """Write the weights where engines map them, and call them `version` from now on."""

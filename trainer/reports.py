@@ -75,6 +75,17 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ScorerFacts:
+    """What a model that scores whole texts says of itself."""
+
+    labels: list[str]
+    """One for each of its outputs."""
+    vocabulary_size: int
+    context_tokens: int
+    """0: not told."""
+
+
+@dataclass(frozen=True, slots=True)
 class Exactness:
     """How well a model copies demonstrations when fed the right tokens."""
 

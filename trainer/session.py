@@ -19,8 +19,9 @@ from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.trainer.publication.sender import Sender, open_sender
 from sostenuto.trainer.publication.snapshot import unique_tensors
 from sostenuto.trainer.ranks import ALONE, Ranks
-from sostenuto.trainer.reports import Exactness, StepReport, TrainerFacts
+from sostenuto.trainer.reports import Exactness, ScorerFacts, StepReport, TrainerFacts
 from sostenuto.trainer.samples import Sample
+from sostenuto.trainer.scorer import Scorer
 from sostenuto.trainer.settings import LearnerSettings, Schedule
 from sostenuto.trainer.wire import (
     Close,
@@ -30,16 +31,19 @@ from sostenuto.trainer.wire import (
     Learn,
     Logprobs,
     Open,
+    OpenScorer,
     Publish,
     ResetOptimizer,
     Restore,
     Save,
+    Score,
     Values,
     sample_from_wire,
 )
 from sostenuto.types import Version
 
-Result = TrainerFacts | StepReport | Exactness | str | list[bytes] | bytes | None
+Facts = TrainerFacts | ScorerFacts
+Result = Facts | StepReport | Exactness | str | list[list[float]] | list[bytes] | bytes | None
 
 _ALGORITHM: TypeAdapter[Algorithm] = TypeAdapter(AnyAlgorithm)
 _CRITIC: TypeAdapter[CriticPart] = TypeAdapter(CriticPart)
@@ -53,14 +57,15 @@ class Session:
         self._ranks = ranks
         self._learner: Learner | None = None
         self._drafter: Drafter | None = None
+        self._scorer: Scorer | None = None
         self._sender: Sender | None = None
         self._source = Path()
 
     def carry_out(self, command: Command) -> Result:
         """Do what `command` asks; errors of this project are for the caller, anything else is a crash."""
         match command:
-            case Open():
-                return self._open(command)
+            case Open() | OpenScorer():
+                return self._load(command)
             case Fit() | Learn() | Exact() | Logprobs() | Values():
                 return self._compute(command, [sample_from_wire(sample) for sample in command.samples])
             case Publish():
@@ -68,6 +73,8 @@ class Session:
                 return manifest and manifest.model_dump_json().encode()
             case Save() | Restore() | ResetOptimizer():
                 return self._keep(command)
+            case Score():
+                return self._scores(command.texts)
             case Close():
                 return self.close()
             case _:
@@ -83,6 +90,17 @@ class Session:
         if self._learner is None:
             raise TrainerError("the trainer has no model yet; call open first")
         return self._learner
+
+    def _load(self, command: Open | OpenScorer) -> Facts:
+        if isinstance(command, Open):
+            return self._open(command)
+        self._scorer = Scorer(Path(command.directory), command.dtype, command.device)
+        return self._scorer.facts()
+
+    def _scores(self, texts: list[list[int]]) -> list[list[float]]:
+        if self._scorer is None:
+            raise TrainerError("there is no model that scores; call open_scorer first")
+        return self._scorer.score(texts)
 
     def _open(self, command: Open) -> TrainerFacts:
         settings = LearnerSettings.model_validate_json(command.settings)

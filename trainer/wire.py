@@ -102,11 +102,37 @@ class ResetOptimizer(msgspec.Struct, frozen=True, tag=True):
     """Schedule as JSON."""
 
 
+class OpenScorer(msgspec.Struct, frozen=True, tag=True):
+    """Load a model that scores whole texts, in a process that trains nothing."""
+
+    directory: str
+    dtype: str
+    device: str
+
+
+class Score(msgspec.Struct, frozen=True, tag=True):
+    texts: list[list[int]]
+
+
 class Close(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Open | Fit | Learn | Exact | Logprobs | Values | Publish | Save | Restore | ResetOptimizer | Close
+Command = (
+    Open
+    | Fit
+    | Learn
+    | Exact
+    | Logprobs
+    | Values
+    | Publish
+    | Save
+    | Restore
+    | ResetOptimizer
+    | OpenScorer
+    | Score
+    | Close
+)
 
 
 class Request(msgspec.Struct, frozen=True):

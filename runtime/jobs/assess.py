@@ -8,15 +8,19 @@ from sostenuto.runtime.jobs.evaluate import Evaluation
 from sostenuto.runtime.jobs.events import JobResult, JobStarted
 from sostenuto.runtime.jobs.job import EvalJob
 from sostenuto.runtime.jobs.workshop import Premises, Say, open_workshop
+from sostenuto.runtime.reward_models import open_reward_models
 
 
 async def assess(job: EvalJob, premises: Premises, say: Say) -> JobResult:
     """Run every task at each temperature."""
     folder, diary = job.model_folder(), Diary(anyio.current_time())
     with lone_error():
-        async with open_workshop(
-            premises, job, of_agents=job.is_agent, around=premises.awaiting(job.late_rewards, say)
-        ) as shop:
+        async with (
+            open_reward_models(job, premises) as scored,
+            open_workshop(
+                scored, job, of_agents=job.is_agent, around=premises.awaiting(job.late_rewards, say)
+            ) as shop,
+        ):
             say(JobStarted(job.name, str(folder), shop.dispatcher.version, premises.isolation))
             evaluation = Evaluation(
                 job.tasks, job.environment(), job.limits,

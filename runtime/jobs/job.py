@@ -15,6 +15,7 @@ from sostenuto.errors import ConfigError
 from sostenuto.runtime.jobs.alarms import AlarmSettings
 from sostenuto.runtime.jobs.phases import Phase, check_phases, method_at
 from sostenuto.runtime.jobs.prefixes import Prefixes, check_prefixes
+from sostenuto.runtime.jobs.reward_model import RewardModel, check_reward_models
 from sostenuto.runtime.jobs.rewarding import GroupRewards, LateRewards
 from sostenuto.runtime.jobs.sampling import Sampling
 from sostenuto.runtime.jobs.teacher import Teacher, check_teachers
@@ -92,8 +93,16 @@ class _Job:
     seed: int = 0
     name: str = "job"
     """Begins the ids of its programs."""
+    reward_models: tuple[RewardModel, ...] = ()
+    """What they say is added to the rewards of programs."""
     late_rewards: LateRewards | None = None
     """None: an environment whose rewards come later fails."""
+
+    def check_rewards(self, tasks: object) -> None:
+        """ConfigError for reward models that cannot score its programs on these tasks."""
+        check_reward_models(
+            self.reward_models, tasks, is_agent=self.is_agent, is_late=self.late_rewards is not None
+        )
 
     def environment(self) -> EnvironmentRef:
         """The environment as it travels; ConfigError for a class that cannot run."""
@@ -124,6 +133,7 @@ class EvalJob(_Job):
             raise ConfigError("tasks: there is none")
         if any(t < 0 for t in self.temperatures) or not self.temperatures:
             raise ConfigError(f"temperatures: {self.temperatures}; give one or more, none below 0")
+        self.check_rewards(self.tasks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +277,7 @@ class RolloutJob(_Job):
 
 def _check_flow(job: RLJob | RolloutJob) -> None:
     open_sampler(job.sampler).check(job.groups_per_step)
+    job.check_rewards(job.tasks)
     if job.refills < 0:
         raise ConfigError(f"refills: {job.refills}; give 0 or more")
     size = job.group_size if isinstance(job, RolloutJob) else job.algorithm.group_size

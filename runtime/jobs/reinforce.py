@@ -24,6 +24,7 @@ from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.jobs.warm_start import warm_start
 from sostenuto.runtime.jobs.watching import flow_seen
 from sostenuto.runtime.jobs.workshop import Premises, Say, Workshop, open_workshop
+from sostenuto.runtime.reward_models import open_reward_models
 from sostenuto.runtime.teaching import models_beside, open_lessons
 from sostenuto.trainer.client import TrainerClient
 from sostenuto.types import Version
@@ -41,8 +42,9 @@ async def reinforce(job: RLJob, premises: Premises, say: Say) -> JobResult:
         async with (
             TrainerClient(**premises.config.trainer.model_dump()) as trainer,
             open_lessons(job, premises, continuations.histories) as lessons,
+            open_reward_models(job, premises) as scored,
             open_workshop(
-                premises,
+                scored,
                 job,
                 keep_kv=job.kv_at_update == "keep",
                 of_agents=job.is_agent,

@@ -30,6 +30,7 @@ from sostenuto.runtime.jobs.plan import plan_of_rollouts
 from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.jobs.workshop import Premises, Say, Workshop, open_workshop
 from sostenuto.runtime.publishing import Publication
+from sostenuto.runtime.reward_models import open_reward_models
 from sostenuto.trainer.buffer import ReadyGroup
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import Version
@@ -80,13 +81,16 @@ class Desk:
         job, diary = self.job, Diary(anyio.current_time())
         keep_kv = job.kv_at_update == "keep"
         with lone_error():
-            async with open_workshop(
-                premises,
-                job,
-                keep_kv=keep_kv,
-                of_agents=job.is_agent,
-                around=premises.awaiting(job.late_rewards, say),
-            ) as shop:
+            async with (
+                open_reward_models(job, premises) as scored,
+                open_workshop(
+                    scored,
+                    job,
+                    keep_kv=keep_kv,
+                    of_agents=job.is_agent,
+                    around=premises.awaiting(job.late_rewards, say),
+                ) as shop,
+            ):
                 say(
                     JobStarted(job.name, str(job.model_folder()), shop.dispatcher.version, premises.isolation)
                 )

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sostenuto.runtime.jobs.job import WarmStart as WarmStart
     from sostenuto.runtime.jobs.phases import Phase as Phase
     from sostenuto.runtime.jobs.prefixes import Prefixes as Prefixes
+    from sostenuto.runtime.jobs.reward_model import RewardModel as RewardModel
     from sostenuto.runtime.jobs.rewarding import GroupRewards as GroupRewards
     from sostenuto.runtime.jobs.rewarding import LateRewards as LateRewards
     from sostenuto.runtime.jobs.serve import ServeJob as ServeJob
@@ -104,6 +105,7 @@ _HOME = {
     "McpServer": "tools.remote.declared",
     "Message": "types",
     "RLJob": "runtime.jobs.job",
+    "RewardModel": "runtime.jobs.reward_model",
     "Finished": "runtime.jobs.finished",
     "Group": "runtime.jobs.group",
     "GroupRewards": "runtime.jobs.rewarding",
@@ -178,6 +180,7 @@ __all__ = [
     "Reinforce",
     "ReinforcePP",
     "Rejection",
+    "RewardModel",
     "RolloutJob",
     "Runtime",
     "RuntimeConfig",
