@@ -1,4 +1,4 @@
-"""The command line: `sostenuto quickstart | train | eval | serve | bench | tools | engines | ...`.
+"""The command line: `sostenuto quickstart | train | resume | eval | serve | bench | tools | engines | ...`.
 
 Every error that we raise on purpose ends as one message on stderr and exit code 1; Ctrl-C ends the job
 cleanly, its programs in the ledger as cancelled, with exit code 130.
@@ -26,8 +26,9 @@ from sostenuto.runtime.jobs.events import JobEvent, JobResult
 from sostenuto.runtime.jobs.job import EvalJob, RLJob
 from sostenuto.runtime.jobs.workshop import Say
 from sostenuto.runtime.quickstart.job import QuickstartResult, default_config, quickstart
+from sostenuto.runtime.remembered import QuickstartAsked, recall, remember
 from sostenuto.runtime.run_directory import RunDirectory, settled_ledger
-from sostenuto.runtime.runtime import Runtime
+from sostenuto.runtime.runtime import JobHandle, Runtime
 from sostenuto.runtime.seeing.records import Curve
 from sostenuto.runtime.seeing.terminal import Terminal, show_ledger, show_result
 from sostenuto.runtime.seeing.trackers import trackers
@@ -35,6 +36,7 @@ from sostenuto.runtime.serve_command import serve
 from sostenuto.runtime.tools_command import tools
 
 R = TypeVar("R")
+J = TypeVar("J", bound=RLJob | EvalJob)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench, name="bench")
@@ -63,28 +65,52 @@ def quickstart_command(
     unsafe: UnsafeOption = False,
 ) -> None:
     """Build a small model and teach it by reward to use three tools, each in a real sandbox."""
-    config = default_config(_unused(directory), unsafe=unsafe)
-
-    async def run(say: Say) -> QuickstartResult:
-        return await quickstart(config, say, seed=seed, shuffle_rewards=shuffle_rewards)
-
-    result = _follow(config, run)
-    console.print(f"warm start took {result.warm_start_s:.0f} s")
-    show_result(console, result.job)
+    asked = QuickstartAsked(seed=seed, shuffle_rewards=shuffle_rewards, unsafe=unsafe)
+    _quickstart(_unused(directory), asked)
 
 
 @app.command()
 def train(file: Annotated[Path, typer.Argument(help="TOML file of the job.")]) -> None:
     """Run a training job."""
     settings = load_train_file(file)
-    show_result(console, _submit(settings.runtime(), settings.job))
+
+    async def submit(runtime: Runtime, job: RLJob) -> JobHandle:
+        remember(runtime.directory.path, file)
+        return await runtime.submit(job)
+
+    show_result(console, _submit(settings.runtime(), settings.job, submit))
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    *,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Go on from this one, not from the newest of the run.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Where the job's model is now; a checkpoint of the run will do.")
+    ] = None,
+) -> None:
+    """Go on with a training job that was cut off, from its last checkpoint."""
+    asked = recall(run)
+    if isinstance(asked, QuickstartAsked):
+        _quickstart(run, asked, resumes=True)
+        return
+    changes = {"directory": run, **({"model": model} if model else {})}
+    settings = load_train_file(asked).model_copy(update=changes)
+
+    async def submit(runtime: Runtime, job: RLJob) -> JobHandle:
+        return await runtime.resume(job, checkpoint=checkpoint, or_begin=True)
+
+    show_result(console, _submit(settings.runtime(), settings.job, submit))
 
 
 @app.command("eval")
 def eval_command(file: Annotated[Path, typer.Argument(help="TOML file of the job.")]) -> None:
     """Run a model on an environment's tasks."""
     settings = load_eval_file(file)
-    show_result(console, _submit(settings.runtime(), settings.job))
+    show_result(console, _submit(settings.runtime(), settings.job, Runtime.submit))
 
 
 @app.command()
@@ -108,11 +134,28 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
-def _submit(config: RuntimeConfig, make: Callable[[], Awaitable[RLJob | EvalJob]]) -> JobResult:
+def _quickstart(directory: Path, asked: QuickstartAsked, *, resumes: bool = False) -> None:
+    config = default_config(directory, unsafe=asked.unsafe)
+
+    async def run(say: Say) -> QuickstartResult:
+        return await quickstart(
+            config, say, seed=asked.seed, shuffle_rewards=asked.shuffle_rewards, resumes=resumes
+        )
+
+    result = _follow(config, run)
+    console.print(f"warm start took {result.warm_start_s:.0f} s")
+    show_result(console, result.job)
+
+
+def _submit(
+    config: RuntimeConfig,
+    make: Callable[[], Awaitable[J]],
+    submit: Callable[[Runtime, J], Awaitable[JobHandle]],
+) -> JobResult:
     async def run(say: Say) -> JobResult:
         job = await make()
         async with Runtime(config) as runtime:
-            handle = await runtime.submit(job)
+            handle = await submit(runtime, job)
             async for event in handle.events():
                 say(event)
             return await handle.result()
@@ -152,7 +195,7 @@ async def _until_interrupted(run: Callable[[Say], Awaitable[R]], say: Say) -> R:
         done.append(await run(say))
         group.cancel_scope.cancel()
     if not done:
-        raise Interrupted("interrupted; `sostenuto status RUN` shows the ledger")
+        raise Interrupted("interrupted; `sostenuto status RUN` shows the ledger, `resume RUN` goes on")
     return done[0]
 
 

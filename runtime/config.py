@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from sostenuto.errors import ConfigError, nearest
 from sostenuto.scheduler.settings import SchedulerSettings
+from sostenuto.trainer.settings import TrainerProcessSettings as TrainerProcessSettings
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -111,12 +112,6 @@ class EngineEntry(Section):
         if self.api_key_env is not None and self.api_key_file is not None:
             raise ValueError("api_key_env and api_key_file both name the key; give one of them")
         return self
-
-
-class TrainerProcessSettings(Section):
-    threads: int = Field(default=1, gt=0)
-    processes: int = Field(default=1, gt=0)
-    """They share the model's weights, gradients and moments (FSDP2), and the sequences of each batch."""
 
 
 class DockerSection(Section):

@@ -115,7 +115,7 @@ class TrainFile(_JobFile):
     eval_every: int = Field(default=0, ge=0)
     eval_sampling: Sampling = Sampling()
     eval_beside: bool = False
-    save_every: int = Field(default=0, ge=0)
+    save_every: int = Field(default=10, ge=0)
     alarms: AlarmSettings = AlarmSettings()
     algorithm: AnyAlgorithm = GRPO()
     reference: str | None = None

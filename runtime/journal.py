@@ -6,9 +6,11 @@
 """
 
 import sqlite3
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import anyio
@@ -26,6 +28,9 @@ CREATE TABLE IF NOT EXISTS programs (
     id TEXT PRIMARY KEY, group_id TEXT NOT NULL, task_id TEXT NOT NULL, purpose TEXT NOT NULL,
     stage TEXT NOT NULL, kind TEXT, reason TEXT, blame TEXT);
 CREATE TABLE IF NOT EXISTS trajectories (program_id TEXT PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (
+    id TEXT PRIMARY KEY, job TEXT NOT NULL, ordinal INTEGER NOT NULL, start INTEGER NOT NULL, step INTEGER);
+CREATE INDEX IF NOT EXISTS programs_by_group ON programs (group_id);
 CREATE TABLE IF NOT EXISTS versions (
     epoch INTEGER, number INTEGER, step INTEGER, PRIMARY KEY (epoch, number));
 """
@@ -68,7 +73,42 @@ class FactStated:
     value: str
 
 
-Entry = ProgramSubmitted | ProgramSealed | ProgramEnded | VersionPublished | FactStated
+@dataclass(frozen=True, slots=True)
+class GroupOpened:
+    group_id: GroupId
+    job: str
+    """The name that a job keeps over the deaths of its run."""
+    ordinal: int
+    """Of its draw, among the tasks of the job."""
+    start: int
+    """1, or more where the draw was started before and given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTrained:
+    """Its programs were learnt from in this step."""
+
+    group_id: GroupId
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramReopened:
+    """What became of a program with a record is void: its run died, and it waits for the trainer again."""
+
+    program_id: ProgramId
+
+
+Entry = (
+    ProgramSubmitted
+    | ProgramSealed
+    | ProgramEnded
+    | ProgramReopened
+    | GroupOpened
+    | GroupTrained
+    | VersionPublished
+    | FactStated
+)
 
 
 class Journal:
@@ -160,6 +200,25 @@ def _execute(connection: sqlite3.Connection, entry: Entry) -> None:
                 _keep(connection, trajectory)
             row = (_ENDED, outcome.kind, outcome.reason, outcome.blame, program_id)
             connection.execute("UPDATE programs SET stage=?, kind=?, reason=?, blame=? WHERE id=?", row)
+        case ProgramReopened(program_id):
+            row = (Stage.SEALED, program_id)
+            query = "UPDATE programs SET stage=?, kind=NULL, reason=NULL, blame=NULL WHERE id=?"
+            connection.execute(query, row)
+            query = "UPDATE groups SET step=NULL WHERE id=(SELECT group_id FROM programs WHERE id=?)"
+            connection.execute(query, (program_id,))
+        case _:
+            _execute_other(connection, entry)
+
+
+def _execute_other(
+    connection: sqlite3.Connection, entry: GroupOpened | GroupTrained | VersionPublished | FactStated
+) -> None:
+    match entry:
+        case GroupOpened(group_id, job, ordinal, start):
+            row = (group_id, job, ordinal, start)
+            connection.execute("INSERT INTO groups VALUES (?, ?, ?, ?, NULL)", row)
+        case GroupTrained(group_id, step):
+            connection.execute("UPDATE groups SET step = ? WHERE id = ?", (step, group_id))
         case VersionPublished(version, step):
             row = (version.epoch, version.number, step)
             connection.execute("INSERT INTO versions VALUES (?, ?, ?)", row)
@@ -170,6 +229,19 @@ def _execute(connection: sqlite3.Connection, entry: Entry) -> None:
 def _keep(connection: sqlite3.Connection, trajectory: Trajectory) -> None:
     row = (trajectory.program_id, encode_trajectory(trajectory))
     connection.execute("INSERT OR REPLACE INTO trajectories VALUES (?, ?)", row)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEntry:
+    """What the journal holds of one group."""
+
+    group_id: GroupId
+    ordinal: int
+    start: int
+    step: int | None
+    """In which it was trained, at last."""
+    programs: Mapping[ProgramId, Stage | Outcome]
+    """Of its members, those that were replaced included."""
 
 
 class JournalReader:
@@ -192,6 +264,24 @@ class JournalReader:
         row = self._connection.execute("SELECT epoch, number FROM versions ORDER BY epoch DESC, number DESC")
         first = row.fetchone()
         return Version(*first) if first else None
+
+    def groups(self, job: str) -> list[GroupEntry]:
+        """Of a job, in the order in which they were opened."""
+        query = (
+            "SELECT g.id, g.ordinal, g.start, g.step, p.id, p.stage, p.kind, p.reason, p.blame "
+            "FROM groups g JOIN programs p ON p.group_id = g.id WHERE g.job = ? ORDER BY g.rowid, p.rowid"
+        )
+        rows = self._connection.execute(query, (job,))
+        return [
+            GroupEntry(GroupId(id_), ordinal, start, step, {row[4]: _state(*row[5:]) for row in members})
+            for (id_, ordinal, start, step), members in groupby(rows, key=itemgetter(0, 1, 2, 3))
+        ]
+
+    def records(self, programs: Iterable[ProgramId]) -> list[Trajectory]:
+        """Of those of the programs that have one, in their order."""
+        query = "SELECT record FROM trajectories WHERE program_id = ?"
+        found = (self._connection.execute(query, (program_id,)).fetchone() for program_id in programs)
+        return [decode_trajectory(row[0]) for row in found if row is not None]
 
     def trajectories(self, *, purpose: Purpose | None = None) -> Iterator[Trajectory]:
         """Every record that was kept, in the order in which the programs were submitted."""

@@ -75,14 +75,21 @@ class Ledger:
             raise LedgerError(f"{program_id} ends as {outcome}, it was {self._ended.get(program_id)}")
         self._keep(program_id, outcome)
 
+    def reopen(self, program_id: ProgramId) -> None:
+        """What became of it is void: it has a record, and waits for the trainer again."""
+        if program_id not in self._ended:
+            raise LedgerError(f"{program_id} has not ended")
+        del self._ended[program_id]
+        self._open[program_id] = Stage.SEALED
+
     def _keep(self, program_id: ProgramId, outcome: Outcome) -> None:
         if outcome.kind is OutcomeKind.SERVED:
             self._served += 1
         else:
             self._ended[program_id] = outcome
 
-    def open_programs(self) -> list[ProgramId]:
-        return list(self._open)
+    def open_programs(self) -> dict[ProgramId, Stage]:
+        return dict(self._open)
 
     def statistics(self) -> LedgerStatistics:
         stages = Counter(self._open.values())

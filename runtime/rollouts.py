@@ -13,11 +13,19 @@ import anyio
 
 from sostenuto.errors import Blame, ConfigError
 from sostenuto.records import Trajectory
-from sostenuto.runtime.journal import Journal, ProgramEnded, ProgramSealed, ProgramSubmitted
+from sostenuto.runtime.journal import (
+    GroupOpened,
+    GroupTrained,
+    Journal,
+    ProgramEnded,
+    ProgramReopened,
+    ProgramSealed,
+    ProgramSubmitted,
+)
 from sostenuto.runtime.ledger import Ledger
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.simulation.traces.recorder import TraceRecorder
-from sostenuto.types import Outcome, OutcomeKind, ProgramId, Purpose
+from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId, Purpose
 
 JOB_FAILED = "job_failed"
 EVALUATED = Outcome(OutcomeKind.EVALUATED)
@@ -73,6 +81,19 @@ class Rollouts:
     def recall(self, program_id: ProgramId, outcome: Outcome) -> None:
         """A program that runs ends as `outcome` now; whoever runs it cancels it after this."""
         self._recalled[program_id] = outcome
+
+    def opened(self, group_id: GroupId, job: str, ordinal: int, start: int) -> None:
+        """A group of a job is about to run, on the draw of this ordinal."""
+        self._journal.write(GroupOpened(group_id, job, ordinal, start))
+
+    def trained(self, group_id: GroupId, step: int) -> None:
+        """A group was learnt from in this step; its programs' outcomes are the caller's to enter."""
+        self._journal.write(GroupTrained(group_id, step))
+
+    def reopen(self, program_id: ProgramId) -> None:
+        """What became of a program is void: it is sealed again."""
+        self._ledger.reopen(program_id)
+        self._journal.write(ProgramReopened(program_id))
 
     async def run(self, spec: ProgramSpec) -> Trajectory:
         """Run one program; however it ends, it is in the books before that goes on."""

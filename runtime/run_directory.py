@@ -19,10 +19,12 @@ from pathlib import Path
 
 from sostenuto.errors import Blame, ConfigError
 from sostenuto.runtime.journal import read_journal
-from sostenuto.runtime.ledger import Ledger
+from sostenuto.runtime.ledger import Ledger, Stage
 from sostenuto.types import Outcome, OutcomeKind, ProgramId
 
 LOST = Outcome(OutcomeKind.FAILED, "the runtime process ended", Blame.INFRASTRUCTURE)
+NOT_TRAINED = Outcome(OutcomeKind.DROPPED, "runtime_ended")
+"""Of a program that had finished, and waited for the trainer when the runtime died."""
 _NEEDED_BYTES = 64 << 20
 
 
@@ -41,6 +43,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def checkpoints_of(self, job: str) -> Path:
+        """Of one job, by the name that it keeps over the deaths of its run."""
+        return self.checkpoints / job
 
     @property
     def logs(self) -> Path:
@@ -106,11 +112,20 @@ def _refuse_a_full_disk(path: Path) -> None:
 def settled_ledger(run: RunDirectory) -> tuple[Ledger, list[ProgramId]]:
     """The ledger as it stands, and whom the death of a runtime cut off.
 
-    While a runtime lives, its programs are running.  When it is gone, what was open has failed.
+    While a runtime lives, its programs are running.  When it is gone, what was open has failed, or is dropped
+    where it had finished.
     """
     with read_journal(run.journal) as reader:
         ledger = reader.ledger()
-    cut_off = [] if run.is_in_use else ledger.open_programs()
-    for program_id in cut_off:
-        ledger.end(program_id, LOST)
-    return ledger, cut_off
+    cut_off = {} if run.is_in_use else cut_off_by_death(ledger)
+    for program_id, outcome in cut_off.items():
+        ledger.end(program_id, outcome)
+    return ledger, list(cut_off)
+
+
+def cut_off_by_death(ledger: Ledger) -> dict[ProgramId, Outcome]:
+    """What the open programs of a runtime come to that is gone."""
+    return {
+        program_id: NOT_TRAINED if stage is Stage.SEALED else LOST
+        for program_id, stage in ledger.open_programs().items()
+    }

@@ -4,13 +4,15 @@ Invariants:
 - Every job is a task of the runtime's own group; leaving the runtime ends them all, and nothing is left.
 - A job that fails does so for whoever asks for its result; the other jobs go on.
 - When a runtime takes up a directory again, the run epoch rises by one, and programs that the last
-  runtime left open have failed.
+  runtime left open have failed, or are dropped where they had finished.
+- A job that is taken up again goes on under a name and an epoch of its own: no id, no version comes twice.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -28,10 +30,10 @@ from sostenuto.runtime.engines.client import Tap
 from sostenuto.runtime.gateway.opening import OpenGateway
 from sostenuto.runtime.given_weights import GivenTensors
 from sostenuto.runtime.jobs.assess import assess
+from sostenuto.runtime.jobs.careers import Careers
 from sostenuto.runtime.jobs.events import JobEvent, JobFailed, JobResult, as_json
 from sostenuto.runtime.jobs.group import Group
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, RolloutJob
-from sostenuto.runtime.jobs.reinforce import reinforce
 from sostenuto.runtime.jobs.serve import ServeJob, serving
 from sostenuto.runtime.jobs.stream import Desk, GroupStream, rollout_job
 from sostenuto.runtime.jobs.workshop import Premises, Say
@@ -39,9 +41,10 @@ from sostenuto.runtime.journal import FactStated, Journal, ProgramEnded, open_jo
 from sostenuto.runtime.ledger import Ledger, LedgerStatistics
 from sostenuto.runtime.publishing import Publication
 from sostenuto.runtime.rendering.folder import ModelFolder
-from sostenuto.runtime.run_directory import LOST, RunDirectory, hold
+from sostenuto.runtime.run_directory import RunDirectory, cut_off_by_death, hold
 from sostenuto.runtime.teaching import check_tokenizers
 from sostenuto.runtime.tools_opened import open_tools
+from sostenuto.trainer.retention import checkpoints
 from sostenuto.types import ProgramId, Version
 
 _EPOCH = "epoch"
@@ -155,18 +158,39 @@ class Runtime:
 
         In a directory that is taken up for the n-th time, `.n` is added to its name.
         """
-        job.environment()
-        await to_thread.run_sync(ModelFolder.open, job.model_folder())
-        if isinstance(job, RLJob):
-            await to_thread.run_sync(check_tokenizers, job.model_folder(), job.teachers)
-        job = self._named(job)
-        handle = JobHandle(job.name)
+        await _check(job)
+        named = self._named(job)
+        handle = JobHandle(named.name)
         say = self._logged(handle)
 
         async def work() -> JobResult:
-            if isinstance(job, RLJob):
-                return await reinforce(job, self._premises, say)
-            return await assess(job, self._premises, say)
+            if isinstance(named, RLJob):
+                return await self._careers.begin(named, say, given=job.name)
+            return await assess(named, self._premises, say)
+
+        self._group.start_soon(handle.run, work, say)
+        return handle
+
+    async def resume(
+        self, job: RLJob, *, checkpoint: Path | None = None, or_begin: bool = False
+    ) -> JobHandle:
+        """Go on with a job of an earlier runtime in this directory, from its newest checkpoint or this one.
+
+        `job`: as it was submitted.  What it had finished and not learnt from is used, the rest of what was
+        under way is sampled anew; without a checkpoint it begins anew.  `or_begin`: submit it where no
+        runtime has come so far.  ConfigError at once when there was no such job, or when the checkpoint is
+        damaged or of another one.
+        """
+        if or_begin and not await self._careers.knows(job.name):
+            return await self.submit(job)
+        await _check(job)
+        past = await self._careers.past(job, checkpoint)
+        named = self._named(job)
+        handle = JobHandle(named.name)
+        say = self._logged(handle)
+
+        async def work() -> JobResult:
+            return await self._careers.go_on(named, past, say)
 
         self._group.start_soon(handle.run, work, say)
         return handle
@@ -257,6 +281,7 @@ class Runtime:
         self._log = stack.enter_context(self._run.events.open("ab", buffering=0))
         self._journal = await stack.enter_async_context(open_journal(self._run.journal))
         self._epoch, self._number, self._ledger = _what_was_before(self._run)
+        self._last_epoch = self._epoch
         self._settle(self._journal)
         tools = await stack.enter_async_context(open_tools(self.config, self._run))
         self._group: TaskGroup = await stack.enter_async_context(anyio.create_task_group())
@@ -268,10 +293,11 @@ class Runtime:
             tools=tools.server,
             isolation=tools.isolation,
             limiting=tools.limiting,
-            new_version=self._new_version,
+            new_version=partial(self._new_version, self._epoch),
             engines=EnginePool(self.config),
             tap=self._tap,
         )
+        self._careers = Careers(self._premises, self._run, self._journal, self._new_epoch, self._new_version)
         await stack.enter_async_context(serve_control(self._run, self._premises.engines.view))
 
     def _named(self, job: J) -> J:
@@ -283,15 +309,20 @@ class Runtime:
         return replace(job, name=f"{job.name}.{self._epoch}") if self._epoch else job
 
     def _settle(self, journal: Journal) -> None:
-        """Enter that the last runtime's open programs have failed, and that this is a new epoch."""
+        """Enter what the last runtime's open programs have come to, and that this is a new epoch."""
         journal.write(FactStated(_EPOCH, str(self._epoch)))
-        for program_id in self._ledger.open_programs():
-            self._ledger.end(program_id, LOST)
-            journal.write(ProgramEnded(program_id, LOST))
+        for program_id, outcome in cut_off_by_death(self._ledger).items():
+            self._ledger.end(program_id, outcome)
+            journal.write(ProgramEnded(program_id, outcome))
 
-    def _new_version(self) -> Version:
+    def _new_epoch(self) -> int:
+        self._last_epoch += 1
+        self._journal.write(FactStated(_EPOCH, str(self._last_epoch)))
+        return self._last_epoch
+
+    def _new_version(self, epoch: int) -> Version:
         self._number += 1
-        return Version(self._epoch, self._number)
+        return Version(epoch, self._number)
 
     def _logged(self, handle: JobHandle) -> Say:
         def say(event: JobEvent) -> None:
@@ -305,9 +336,21 @@ class Runtime:
         return say
 
 
+async def _check(job: RLJob | EvalJob) -> None:
+    job.environment()
+    await to_thread.run_sync(ModelFolder.open, job.model_folder())
+    if isinstance(job, RLJob):
+        await to_thread.run_sync(check_tokenizers, job.model_folder(), job.teachers)
+
+
 def _what_was_before(run: RunDirectory) -> tuple[int, int, Ledger]:
-    """The new run epoch, the highest version number ever used, and the ledger."""
+    """The new run epoch, the highest version number ever used, and the ledger.
+
+    Checkpoints count too: the journal may be of another machine, and lack them.
+    """
     with read_journal(run.journal) as reader:
         highest = reader.highest_version()
         epoch = int(reader.facts().get(_EPOCH, "-1")) + 1
-        return epoch, highest.number if highest else -1, reader.ledger()
+        saved = [version.number for folder in run.checkpoints.iterdir() for version, _ in checkpoints(folder)]
+        used = [*saved, *([highest.number] if highest else [])]
+        return epoch, max(used, default=-1), reader.ledger()

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -19,7 +19,7 @@ from sandboxes import nothing_left
 from scripted import TINY, children, write_tokenizer_folder
 from sostenuto.errors import TrainerError
 from sostenuto.records import Producer, validate
-from sostenuto.runtime.config import EngineSettings, RuntimeConfig
+from sostenuto.runtime.config import EngineSettings, RuntimeConfig, TrainerProcessSettings
 from sostenuto.runtime.jobs.evaluate import NothingScored
 from sostenuto.runtime.jobs.events import JobEvent, JobStarted, StepTrained
 from sostenuto.runtime.jobs.job import EvalJob, RLJob
@@ -65,7 +65,8 @@ async def followed(handle: JobHandle, until: Callable[[JobEvent], bool]) -> list
 
 async def test_a_job_learns_publishes_and_accounts_for_everything(tmp_path: Path, model: Path):
     before = children()
-    async with Runtime(RuntimeConfig(directory=tmp_path)) as runtime:
+    config = RuntimeConfig(directory=tmp_path, trainer=TrainerProcessSettings(restarts=0))
+    async with Runtime(config) as runtime:
         handle = await runtime.submit(a_job(model, "async", steps=2, max_staleness=1))
         await followed(handle, lambda event: isinstance(event, JobStarted))
         trainer = pid_of("sostenuto.trainer.process")
@@ -108,6 +109,13 @@ async def _a_synchronous_job_whose_trainer_is_killed(runtime: Runtime, model: Pa
 def pid_of(module: str) -> int:
     (process,) = [p for p in psutil.Process().children(recursive=True) if module in p.cmdline()]
     return process.pid
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Nothing of one that has ended meanwhile."""
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 def _assert_events(path: Path) -> None:
@@ -199,7 +207,7 @@ async def test_ctrl_c_ends_the_quickstart_while_it_warms_up(tmp_path: Path):
     async with await anyio.open_process([*CLI, "quickstart", "--directory", str(run)], stdin=None) as process:
         below = psutil.Process(process.pid).children
         with anyio.fail_after(120):
-            while not any("sostenuto.trainer.process" in p.cmdline() for p in below()):  # noqa: ASYNC110
+            while not any("sostenuto.trainer.process" in command_of(p) for p in below()):  # noqa: ASYNC110
                 await anyio.sleep(0.05)
         started = below(recursive=True)
         process.send_signal(signal.SIGINT)

@@ -205,7 +205,7 @@ async def test_who_goes_on_samples_anew_what_had_not_come_to_its_end_and_nothing
     await first.run(3)
     assert first.state["used"] == 12
     assert first.state["sampler"] == {"sampler": "in_order", "selected": 12}
-    assert first.state["tasks"] == {"next": 20, "again": list(range(12, 20))}
+    assert first.state["tasks"] == {"next": 20, "again": list(range(12, 20)), "there": []}
     await second.run(3, first.state)
     assert first.trained + second.trained == list(range(24))
     assert {program.group for program in first.tools.calls_of} <= set(range(20))

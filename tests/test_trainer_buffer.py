@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from sostenuto.errors import Blame, RecordError
 from sostenuto.records import Producer, Span, Trajectory, VersionSpan
 from sostenuto.trainer.buffer import Buffer, Dropped
+from sostenuto.trainer.lineage import Lineage
 from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId, Version
 from trainer_world import V0, sampled, trajectory
 
@@ -157,16 +158,47 @@ def test_a_record_of_a_newer_version_is_dropped_as_another_lineage_not_taken_as_
 
 def test_after_a_crash_records_of_the_abandoned_lineage_are_dropped_and_ancestors_kept():
     """Versions 0.6 and 0.7 were lost; the run goes on as 1.8 from the weights of 0.5."""
-    buffer = Buffer(ancestors={0: 5})
-    for index, number in enumerate([5, 6]):
+    lineage = Lineage().went_on(Version(0, 5), Version(1, 8))
+    buffer = Buffer(lineage=lineage)
+    for index, number in enumerate([5, 6, 3]):
         opened(buffer, f"g{index}", f"a{index}", f"b{index}")
         for name, reward in (("a", 1.0), ("b", 0.0)):
             version = Version(0, number)
             buffer.add(trajectory(f"{name}{index}", reward, group=f"g{index}", version=version))
-    taken = buffer.take(1, Version(1, 8), 4)
+    taken = buffer.take(1, Version(1, 9), 2)
     assert [group.group_id for group in taken.batch] == ["g0"]
-    assert reasons(taken.dropped) == [("a1", "lineage"), ("b1", "lineage")]
+    assert reasons(taken.dropped) == [
+        ("a1", "lineage"), ("b1", "lineage"), ("a2", "stale"), ("b2", "stale"),
+    ]  # fmt: skip
     assert reasons(filled([Version(0, 5)]).take(1, Version(1, 8), 9).dropped)[0] == ("a0", "lineage")
+
+
+def test_the_distance_between_versions_is_counted_in_steps_of_learning_over_every_death():
+    """0.5 went on as 1.8; that died without a checkpoint, and 0.5 went on as 2.11; 2.13 went on as 3.20."""
+    lineage = (
+        Lineage()
+        .went_on(Version(0, 5), Version(2, 11), twins=[Version(1, 8)])
+        .went_on(Version(2, 13), Version(3, 20))
+    )
+    now = Version(3, 21)
+    expected = {"3.21": 0, "3.20": 1, "2.13": 1, "2.11": 3, "1.8": 3, "0.5": 3, "0.3": 5}
+    assert {text: lineage.distance(Version.parse(text), now) for text in expected} == expected
+    for lost in (Version(3, 22), Version(2, 14), Version(1, 9), Version(0, 6)):
+        assert lineage.distance(lost, now) is None
+
+
+def test_a_group_that_was_ready_before_its_run_died_is_used_as_any_other():
+    buffer = filled([Version(0, 4)])
+    members = (trajectory("x", 1.0, group="kept"), trajectory("y", 0.0, group="kept"))
+    assert reasons(buffer.restore(GroupId("kept"), members, Version(0, 1), 0)) == [
+        ("x", "stale"),
+        ("y", "stale"),
+    ]
+    assert reasons(buffer.restore(GroupId("kept"), members[:1], V0, 0)) == [("x", "group_too_small")]
+    assert buffer.restore(GroupId("kept"), members, V0, 0) == ()
+    with pytest.raises(RecordError, match="open already"):
+        buffer.open(GroupId("kept"), [ProgramId("p"), ProgramId("q")], Version(0, 0))
+    assert (buffer.ready_groups, buffer.group_ids) == (2, ("g0", "kept"))
 
 
 def test_a_program_nobody_expects_or_that_ends_twice_is_refused():

@@ -19,6 +19,7 @@ from sostenuto.records import Trajectory, validate
 from sostenuto.trainer.groups import Dropped as Dropped
 from sostenuto.trainer.groups import ReadyGroup as ReadyGroup
 from sostenuto.trainer.groups import RunningGroup
+from sostenuto.trainer.lineage import NO_BRANCHES, Lineage
 from sostenuto.trainer.samplers import Fifo, Sampler, Standing
 from sostenuto.types import GroupId, ProgramId, Version
 
@@ -59,8 +60,8 @@ class Buffer:
 
     `fewest`: members that a group can be trained with.  `needs_reward`: False where nothing is learnt from
     rewards; a program that continues a history never has one.
-    `ancestors`: for each earlier run epoch the highest version number that the present weights descend
-    from.  Records of an epoch that is not listed, or beyond its number, are of an abandoned lineage.
+    `lineage`: what the present weights descend from in earlier run epochs; other records are of an
+    abandoned lineage.
     `settles`: a group whose members have all ended waits until `settle` has told their rewards.
     `sampler`: which groups start, are used, and are given up; the bound on staleness is the buffer's own.
     """
@@ -71,7 +72,7 @@ class Buffer:
         zero_spread: Literal["skip", "replace", "keep"] = "skip",
         fewest: int = 2,
         needs_reward: bool = True,
-        ancestors: Mapping[int, int] | None = None,
+        lineage: Lineage = NO_BRANCHES,
         settles: bool = False,
         sampler: Sampler | None = None,
     ) -> None:
@@ -80,7 +81,7 @@ class Buffer:
         self._fewest = fewest
         self._needs_reward = needs_reward
         self._settles = settles
-        self._ancestors = dict(ancestors or {})
+        self.lineage = lineage
         self._open: dict[GroupId, _OpenGroup] = {}
         self._ready: list[ReadyGroup] = []
         self._arrivals = self._openings = 0
@@ -212,7 +213,14 @@ class Buffer:
             for group_id, group in self._open.items()
         )
         return Standing(
-            deployed, max_staleness, per_version, learning, self._openings, tuple(self._ready), running
+            deployed,
+            max_staleness,
+            per_version,
+            learning,
+            self._openings,
+            tuple(self._ready),
+            running,
+            self.lineage,
         )
 
     @property
@@ -221,6 +229,20 @@ class Buffer:
         places = {group_id: group.place for group_id, group in self._open.items()}
         places |= {group.group_id: group.place for group in self._ready}
         return tuple(sorted(places, key=places.__getitem__))
+
+    def restore(
+        self, group_id: GroupId, members: tuple[Trajectory, ...], deployed: Version, max_staleness: int
+    ) -> tuple[Dropped, ...]:
+        """Take in a group that was ready before its run died; return whom that drops."""
+        group = ReadyGroup(group_id, members, self._arrivals, self._openings)
+        if faults := self._unusable(group, deployed, max_staleness):
+            return faults
+        if len(members) < self._fewest:
+            return group.drop("group_too_small", f"{len(members)} of them can be trained")
+        self._ready.append(group)
+        self._arrivals += 1
+        self._openings += 1
+        return ()
 
     def drain(self, reason: str) -> tuple[Dropped, ...]:
         """Close for good: everything here is dropped for `reason`, and so is what still arrives."""
@@ -282,18 +304,14 @@ class Buffer:
 
     def _unusable(self, group: ReadyGroup, deployed: Version, max_staleness: int) -> tuple[Dropped, ...]:
         versions = {v.version for member in group.members for v in member.version_spans}
-        strangers = sorted(version for version in versions if not self._is_ancestor(version, deployed))
+        distances = {version: self.lineage.distance(version, deployed) for version in versions}
+        strangers = sorted(version for version, distance in distances.items() if distance is None)
         if strangers:
             return group.drop("lineage", f"sampled under {strangers[0]}, deployed is {deployed}")
-        staleness = deployed.number - group.oldest_version.number
+        staleness = max(distance for distance in distances.values() if distance is not None)
         if staleness > max_staleness:
             return group.drop("stale", f"staleness {staleness} at use, bound {max_staleness}")
         return ()
-
-    def _is_ancestor(self, version: Version, deployed: Version) -> bool:
-        if version.epoch == deployed.epoch:
-            return version.number <= deployed.number
-        return version.epoch < deployed.epoch and version.number <= self._ancestors.get(version.epoch, -1)
 
 
 def _evicted(group: ReadyGroup, evicted: Mapping[GroupId, str]) -> tuple[Dropped, ...]:

@@ -219,6 +219,11 @@ class TrainerClient:
         """Forget the moments and start another schedule; the weights stay."""
         return await self._ask(ResetOptimizer(_json(schedule)), TrainerFacts)
 
+    async def until_lost(self) -> None:
+        """Wait for the end of the process, which is a TrainerLost."""
+        await self._process.wait()
+        raise await self._mourn()
+
     async def close(self) -> None:
         """End the process: by request, then by signal.  Idempotent; leaving the block does it."""
         with anyio.move_on_after(_GOODBYE_S):

@@ -19,6 +19,7 @@ from pydantic import JsonValue
 
 from sostenuto.errors import ConfigError, nearest
 from sostenuto.trainer.groups import ReadyGroup, RunningGroup
+from sostenuto.trainer.lineage import NO_BRANCHES, Lineage
 from sostenuto.trainer.pacing import Pacing
 from sostenuto.types import GroupId, Version
 
@@ -38,9 +39,10 @@ class Standing:
     ready: tuple[ReadyGroup, ...]
     """All within the bound."""
     running: tuple[RunningGroup, ...]
+    lineage: Lineage = NO_BRANCHES
 
     def staleness(self, version: Version) -> int:
-        return self.deployed.number - version.number
+        return self.lineage.staleness(version, self.deployed)
 
 
 class Sampler(Protocol):
@@ -230,7 +232,7 @@ def _in_time(left: list[Version], standing: Standing, groups: int) -> bool:
     may_wait = sorted(
         standing.max_staleness - standing.staleness(version)
         for version in left
-        if version.epoch == standing.deployed.epoch
+        if standing.lineage.distance(version, standing.deployed) is not None
     )
     urgent = [versions for versions in may_wait if versions >= 0]
     taken = standing.learning + groups

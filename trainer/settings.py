@@ -170,3 +170,15 @@ class LearnerSettings(Section):
                 "lora or quantization out, or quantize the engine alone and correct for it"
             )
         return self
+
+
+class TrainerProcessSettings(Section):
+    """The process that a job's model learns in."""
+
+    threads: int = Field(default=1, gt=0)
+
+    processes: int = Field(default=1, gt=0)
+    """They share the model's weights, gradients and moments (FSDP2), and the sequences of each batch."""
+
+    restarts: int = Field(default=3, ge=0)
+    """How often one that dies is started again within ten minutes; the job goes on from its checkpoint."""

@@ -46,7 +46,7 @@ def step_trained(
 ) -> StepTrained:
     """`deployed` is the version when the batch was taken, which staleness is against."""
     members = batch.members
-    staleness = [member.staleness(deployed) for member in members]
+    staleness = batch.staleness(deployed)
     return StepTrained(
         step=step,
         steps=steps,
@@ -71,6 +71,17 @@ def _mean_reward(members: list[Trajectory]) -> float:
     return float(np.mean(rewards)) if rewards else math.nan
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a job has told so far, in short; who goes on from a checkpoint begins with it."""
+
+    evaluations: tuple[Evaluated, ...] = ()
+    rewards: tuple[float, ...] = ()
+    """Of the steps."""
+    time: TimeSplit = field(default_factory=TimeSplit)
+    elapsed_s: float = 0.0
+
+
 @dataclass(slots=True)
 class Diary:
     """One job's; its recipe is the only writer."""
@@ -78,11 +89,24 @@ class Diary:
     began_s: float
     alarms: Alarms = field(default_factory=lambda: Alarms(AlarmSettings()))
     evaluations: list[Evaluated] = field(default_factory=list[Evaluated])
-    steps: list[StepTrained] = field(default_factory=list[StepTrained])
+    rewards: list[float] = field(default_factory=list[float])
+    time: TimeSplit = field(default_factory=TimeSplit)
     checkpoint: Path | None = None
 
     def step(self, told: StepTrained) -> None:
-        self.steps.append(told)
+        self.rewards.append(told.reward)
+        self.time += _time_of(told)
+
+    def has_evaluated(self, step: int, temperature: float) -> bool:
+        return any((told.step, told.temperature) == (step, temperature) for told in self.evaluations)
+
+    def told(self, now_s: float) -> Told:
+        return Told(tuple(self.evaluations), tuple(self.rewards), self.time, now_s - self.began_s)
+
+    def go_on(self, told: Told, now_s: float) -> None:
+        """Begin with what was told before the job was cut off."""
+        self.evaluations, self.rewards = list(told.evaluations), list(told.rewards)
+        self.time, self.began_s = told.time, now_s - told.elapsed_s
 
     def result(
         self,
@@ -95,26 +119,27 @@ class Diary:
     ) -> JobResult:
         return JobResult(
             job=job,
-            steps=len(self.steps),
+            steps=len(self.rewards),
             version=version,
             evaluations=tuple(self.evaluations),
-            rewards=tuple(step.reward for step in self.steps),
-            time=self._time(),
+            rewards=tuple(self.rewards),
+            time=self.time,
             ledger=ledger,
             elapsed_s=ended_s - self.began_s,
             checkpoint=self.checkpoint,
             quarantined=quarantined,
         )
 
-    def _time(self) -> TimeSplit:
-        usage = sum((step.usage for step in self.steps), Usage())
-        return TimeSplit(
-            decode_s=usage.decode_s,
-            prefill_s=usage.prefill_s,
-            tool_s=usage.tool_s,
-            environment_s=usage.environment_s,
-            queue_s=usage.queue_s,
-            learn_s=sum(step.learn_s for step in self.steps),
-            publish_s=sum(step.publish_s for step in self.steps),
-            wait_s=sum(step.wait_s for step in self.steps),
-        )
+
+def _time_of(step: StepTrained) -> TimeSplit:
+    usage = step.usage
+    return TimeSplit(
+        decode_s=usage.decode_s,
+        prefill_s=usage.prefill_s,
+        tool_s=usage.tool_s,
+        environment_s=usage.environment_s,
+        queue_s=usage.queue_s,
+        learn_s=step.learn_s,
+        publish_s=step.publish_s,
+        wait_s=step.wait_s,
+    )

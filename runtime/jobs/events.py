@@ -1,7 +1,7 @@
 """What a job says while it runs, and what it comes to.  Values; all times in seconds."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,25 @@ class JobStarted:
     model: str
     version: Version
     isolation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The job goes on where it was cut off."""
+
+    job: str
+    step: int
+    """That its weights have learnt."""
+    version: Version
+    """What they are called now."""
+    checkpoint: str
+    """Empty: there was none, and it begins anew."""
+    kept: int
+    """Groups that had finished, and can be learnt from."""
+    dropped: int
+    """Finished groups whose weights are no ancestors of these, or too old; their tasks are sampled anew."""
+    lost_steps: int
+    """That were learnt after the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +252,9 @@ class TimeSplit:
     publish_s: float = 0.0
     wait_s: float = 0.0
 
+    def __add__(self, other: "TimeSplit") -> "TimeSplit":
+        return TimeSplit(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
@@ -262,6 +284,7 @@ class JobFailed:
 
 JobEvent = (
     JobStarted
+    | Resumed
     | WarmStartStep
     | WarmStartChecked
     | Evaluated

@@ -175,8 +175,8 @@ class RLJob(_Job):
     eval_sampling: Sampling = field(default_factory=Sampling)
     eval_beside: bool = False
     """Training goes on during an evaluation, which then may sample under several versions, and says which."""
-    save_every: int = 0
-    """In steps; 0: at the end alone."""
+    save_every: int = 10
+    """In steps; a job that is cut off goes on from there.  0: after a warm start and at the end alone."""
     alarms: AlarmSettings = field(default_factory=AlarmSettings)
     shuffle_rewards: bool = False
     """A control: rewards change places among the programs of a batch, so that nothing can be learnt."""

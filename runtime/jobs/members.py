@@ -63,6 +63,7 @@ class Members:
 
     def start(self, opening: Opening, deployed: Version, running: TaskGroup) -> None:
         """Run all members of a group."""
+        self._rollouts.opened(opening.group_id, self._plan.root, opening.start.ordinal, opening.start.number)
         self._buffer.open(opening.group_id, [spec.id for spec in opening.specs], deployed)
         for spec in opening.specs:
             running.start_soon(self._run, spec, running)

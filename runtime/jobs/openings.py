@@ -1,7 +1,8 @@
 """Which task comes next, and what each member of its group is started with.
 
 - A draw is known by its ordinal. Its group has that in its id; one that is started anew has `.2` behind it.
-- What was opened and has not come to its end is drawn again by who goes on from `state_dict`.
+- What was opened and has not come to its end is drawn again by who goes on from `state_dict`, but for
+  groups that were finished and are there.
 """
 
 from collections import deque
@@ -13,6 +14,7 @@ from pydantic import JsonValue
 
 from sostenuto.envs.task import Draw
 from sostenuto.errors import ConfigError
+from sostenuto.records import Trajectory
 from sostenuto.runtime.jobs.plan import Plan
 from sostenuto.runtime.jobs.seeds import seed_of
 from sostenuto.runtime.program import ProgramSpec
@@ -29,12 +31,27 @@ class Opening:
 
     group_id: GroupId
     specs: tuple[ProgramSpec, ...]
+    start: "Start"
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
+class Start:
+    """Of a draw."""
+
     ordinal: int
     number: int = 1
+    """The second one is of a group that was given up before."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGroup:
+    """A group that had finished when its job was cut off."""
+
+    group_id: GroupId
+    start: Start
+    members: tuple[Trajectory, ...]
+    fault: str = ""
+    """Why it cannot be learnt from after all; empty: it may."""
 
 
 class Openings:
@@ -47,8 +64,10 @@ class Openings:
         self._is_quarantined = is_quarantined
         self._trainable_until = trainable_until
         self._next = 0
-        self._again: deque[_Start] = deque()
-        self._starts: dict[GroupId, _Start] = {}
+        self._again: deque[Start] = deque()
+        self._starts: dict[GroupId, Start] = {}
+        self._there = set[int]()
+        """Ordinals that have a group from before the run died; those ahead are passed over."""
 
     @property
     def draws(self) -> int:
@@ -58,7 +77,7 @@ class Openings:
     def next(self) -> Opening | None:
         """The next group; None beyond the last task.  ConfigError when every task is quarantined."""
         for _ in range(_LOOKED_AT):
-            start = self._again.popleft() if self._again else _Start(self._next)
+            start = self._following()
             try:
                 draw = self._plan.source.at(start.ordinal)
             except IndexError:
@@ -97,22 +116,39 @@ class Openings:
 
     def state_dict(self, unfinished: Collection[GroupId]) -> dict[str, JsonValue]:
         """`unfinished`: groups that were opened and have not come to their end."""
-        again = [start.ordinal for start in self._again]
-        return {"next": self._next, "again": [*(self._starts[group].ordinal for group in unfinished), *again]}
+        opened = [self._starts[group].ordinal for group in unfinished]
+        again: list[JsonValue] = [*opened, *(start.ordinal for start in self._again)]
+        there: list[JsonValue] = [*sorted(ordinal for ordinal in self._there if ordinal >= self._next)]
+        return {"next": self._next, "again": again, "there": there}
 
-    def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:
-        """Go on: first with what had not come to its end, in its order.  ConfigError for another thing."""
-        following, again = state.get("next"), state.get("again")
-        if not isinstance(following, int) or not isinstance(again, list):
+    def load_state_dict(
+        self, state: Mapping[str, JsonValue], there: Mapping[GroupId, Start] | None = None
+    ) -> None:
+        """Go on: first with what had not come to its end, in its order.  ConfigError for another thing.
+
+        `there`: groups that are finished; their ordinals are not drawn again.
+        """
+        following, again, ahead = state.get("next"), state.get("again"), state.get("there", [])
+        if not isinstance(following, int) or not isinstance(again, list) or not isinstance(ahead, list):
             raise ConfigError(f"tasks: {dict(state)} is no place in them; give what state_dict gave")
-        ordinals = [ordinal for ordinal in again if isinstance(ordinal, int)]
-        self._next, self._again = following, deque(map(_Start, ordinals))
+        self._starts |= there or {}
+        kept = {start.ordinal for start in self._starts.values()}
+        self._there = kept | {ordinal for ordinal in ahead if isinstance(ordinal, int)}
+        ordinals = [ordinal for ordinal in again if isinstance(ordinal, int) and ordinal not in kept]
+        self._next, self._again = following, deque(map(Start, ordinals))
 
     def keep(self, unfinished: Collection[GroupId]) -> None:
         """Forget the groups that have come to their end."""
         self._starts = {group_id: self._starts[group_id] for group_id in unfinished}
 
-    def _open(self, draw: Draw[Any], start: _Start) -> Opening:
+    def _following(self) -> Start:
+        if self._again:
+            return self._again.popleft()
+        while self._next in self._there:
+            self._next += 1
+        return Start(self._next)
+
+    def _open(self, draw: Draw[Any], start: Start) -> Opening:
         anew = f".{start.number}" if start.number > 1 else ""
         group_id = GroupId(f"{self._plan.name}-{draw.ordinal:06d}{anew}")
         self._starts[group_id] = start
@@ -135,4 +171,4 @@ class Openings:
             )
             for member in range(plan.group_size)
         )
-        return Opening(group_id, specs)
+        return Opening(group_id, specs, start)

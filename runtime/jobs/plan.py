@@ -13,6 +13,9 @@ from sostenuto.types import Limits
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     name: str
+    """Begins the ids of its groups."""
+    root: str
+    """The name that the job keeps over the deaths of its run."""
     seed: int
     environment: EnvironmentRef
     source: TaskSource
@@ -36,10 +39,11 @@ class Plan:
     """That are used in all; None: whoever takes them says when it is enough."""
 
 
-def plan_of(job: RLJob) -> Plan:
-    """For our own trainer."""
+def plan_of(job: RLJob, *, root: str = "") -> Plan:
+    """For our own trainer.  `root`: None given, it is the job's name."""
     return Plan(
         name=job.name,
+        root=root or job.name,
         seed=job.seed,
         environment=job.environment(),
         source=job.task_source(),
@@ -64,6 +68,7 @@ def plan_of_rollouts(job: RolloutJob) -> Plan:
     """For a trainer of the user's."""
     return Plan(
         name=job.name,
+        root=job.name,
         seed=job.seed,
         environment=job.environment(),
         source=job.task_source(),

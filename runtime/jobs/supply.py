@@ -7,7 +7,7 @@ Invariants:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,12 @@ from sostenuto.records import Trajectory
 from sostenuto.runtime.jobs.events import Dropped, GivenUp, JobEvent, NoSignal, Quarantined, Stalled
 from sostenuto.runtime.jobs.group_rewards import GroupJudge
 from sostenuto.runtime.jobs.members import Members
-from sostenuto.runtime.jobs.openings import Openings
+from sostenuto.runtime.jobs.openings import KeptGroup, Openings, Start
 from sostenuto.runtime.jobs.plan import Plan
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.trainer.buffer import Buffer, ReadyGroup, Taken
 from sostenuto.trainer.buffer import Dropped as DroppedProgram
+from sostenuto.trainer.lineage import Lineage
 from sostenuto.trainer.samplers import Standing, open_sampler
 from sostenuto.types import GroupId, Outcome, OutcomeKind, Version
 
@@ -49,6 +50,12 @@ class Batch:
     groups: tuple[ReadyGroup, ...]
     skipped: tuple[ReadyGroup, ...]
     """Equal rewards, nothing to learn."""
+    lineage: Lineage
+
+    def staleness(self, deployed: Version) -> list[int]:
+        """Of each member, when `deployed` is."""
+        oldest = [member.oldest_version or deployed for member in self.members]
+        return [self.lineage.staleness(version, deployed) for version in oldest]
 
     @property
     def members(self) -> list[Trajectory]:
@@ -113,7 +120,7 @@ class GroupSupply:
             if taken.batch:
                 # The whole batch raises the version by one, also where some of it is skipped.
                 self._hand_out(taken, places=self._plan.groups_per_step)
-                return Batch(taken.batch, taken.skipped)
+                return Batch(taken.batch, taken.skipped, self.lineage)
             if taken.skipped:
                 self._say(_no_signal(taken.skipped))
                 self._notify()
@@ -137,11 +144,16 @@ class GroupSupply:
                 return None
             await self._wait()
 
-    def trained(self, groups: Iterable[ReadyGroup], *, refused: str = "") -> None:
-        """The groups' one outcome: trained, or dropped because the step was refused."""
+    def trained(self, groups: Iterable[ReadyGroup], *, refused: str = "", step: int | None = None) -> None:
+        """The groups' one outcome: trained, or dropped because the step was refused.
+
+        `step`: of a job with checkpoints, which say up to which one their weights have learnt.
+        """
         outcome = Outcome(OutcomeKind.DROPPED, "step_refused") if refused else TRAINED
         for group in groups:
             del self._in_hand[group.group_id]
+            if step is not None:
+                self._rollouts.trained(group.group_id, step)
             for member in group.members:
                 self._rollouts.end(member.program_id, outcome)
 
@@ -151,6 +163,11 @@ class GroupSupply:
         self._learning -= 1
         self._drop(group.drop(reason, detail))
         self._notify()
+
+    @property
+    def lineage(self) -> Lineage:
+        """Of what is deployed."""
+        return self._buffer.lineage
 
     @property
     def standing(self) -> Standing:
@@ -181,12 +198,35 @@ class GroupSupply:
             "sampler": self._buffer.sampler.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def go_on(self, state: Mapping[str, Any], lineage: Lineage, groups: Sequence[KeptGroup]) -> int:
+        """`load_state_dict`, with finished groups; how many of them are kept, and not sampled again.
+
+        What their programs came to is void.  Those whose weights are no ancestors, or that are too old, are
+        dropped for that.
+        """
+        self._buffer.lineage, deployed = lineage, self._deployed()
+        kept: dict[GroupId, Start] = {}
+        for group in groups:
+            for member in group.members:
+                self._rollouts.reopen(member.program_id)
+            faults = self._restore(group, deployed)
+            self._drop(faults)
+            if not faults:
+                kept[group.group_id] = group.start
+        self.load_state_dict(state, kept)
+        return len(kept)
+
+    def _restore(self, group: KeptGroup, deployed: Version) -> tuple[DroppedProgram, ...]:
+        if group.fault:
+            return tuple(DroppedProgram(member.program_id, group.fault) for member in group.members)
+        return self._buffer.restore(group.group_id, group.members, deployed, self._plan.max_staleness)
+
+    def load_state_dict(self, state: Mapping[str, Any], there: Mapping[GroupId, Start] | None = None) -> None:
         """Before `generate`.  ConfigError for a state of another job."""
         self._used = int(state["used"])
         if self._plan.curriculum is not None and state.get("curriculum"):
             self._plan.curriculum.load_state_dict(state["curriculum"])
-        self._openings.load_state_dict(state["tasks"])
+        self._openings.load_state_dict(state["tasks"], there)
         self._buffer.sampler.load_state_dict(state["sampler"])
 
     def close(self, reason: str) -> None:

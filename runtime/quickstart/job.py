@@ -1,8 +1,9 @@
 """The quickstart: a small model is built, warm-started, and taught by reward to use its tools."""
 
+import json
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -19,13 +20,17 @@ from sostenuto.runtime.quickstart.folder import write_folder
 from sostenuto.runtime.quickstart.recipe import ModelShape, Recipe
 from sostenuto.runtime.quickstart.tokenizer import tokenizer_material, train_tokenizer
 from sostenuto.runtime.quickstart.warm import WarmStarter
+from sostenuto.runtime.remembered import QuickstartAsked, remember
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.runtime import Runtime
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.trainer.client import TrainerClient
+from sostenuto.trainer.retention import check_checkpoint, checkpoints
 from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.types import Version
+
+_CHECKED = "warm.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +47,26 @@ async def quickstart(
     seed: int = 1,
     recipe: Recipe | None = None,
     shuffle_rewards: bool = False,
+    resumes: bool = False,
 ) -> QuickstartResult:
-    """Build, warm-start and train, reporting to `say`; everything of it lies in the run directory."""
+    """Build, warm-start and train, reporting to `say`; everything of it lies in the run directory.
+
+    `resumes`: go on with one that was cut off there.
+    """
     recipe = recipe or Recipe()
     with lone_error():
         async with Runtime(config) as runtime:
+            path = runtime.directory.path
+            asked = QuickstartAsked(
+                seed=seed, shuffle_rewards=shuffle_rewards, unsafe=config.tool_server.unsafe
+            )
+            remember(path, asked)
             began_s = anyio.current_time()
-            folder, checked = await warm_model(runtime.directory.path / "models", recipe, seed, say)
+            warm = _warmed(path / "models", seed) if resumes else None
+            folder, checked = warm or await warm_model(path / "models", recipe, seed, say)
             warm_s = anyio.current_time() - began_s
-            asked = quickstart_job(folder, recipe, seed)
-            job = await runtime.submit(replace(asked, shuffle_rewards=shuffle_rewards))
+            job = replace(quickstart_job(folder, recipe, seed), shuffle_rewards=shuffle_rewards)
+            job = await (runtime.resume(job, or_begin=True) if resumes else runtime.submit(job))
             async for event in job.events():
                 say(event)
             return QuickstartResult(checked, warm_s, await job.result())
@@ -75,7 +90,16 @@ async def warm_model(root: Path, recipe: Recipe, seed: int, say: Say) -> tuple[P
     async with TrainerClient() as trainer:
         await trainer.open(fresh, LearnerSettings(), seed=seed)
         checked = await WarmStarter(recipe, folder, renderer, trainer, seed).run(say)
-        return await trainer.save(root / f"warm-{seed}", Version(0, 0)), checked
+        notes = {_CHECKED: json.dumps(asdict(checked)).encode()}
+        return await trainer.save(root / f"warm-{seed}", Version(0, 0), notes=notes), checked
+
+
+def _warmed(root: Path, seed: int) -> tuple[Path, WarmStartChecked] | None:
+    """What `warm_model` has made before; None when it did not come to its end."""
+    for _, folder in checkpoints(root / f"warm-{seed}"):
+        check_checkpoint(folder)
+        return folder, WarmStartChecked(**json.loads((folder / _CHECKED).read_text()))
+    return None
 
 
 async def fresh_model(folder: Path, shape: ModelShape, seed: int) -> Path:

@@ -19,6 +19,7 @@ from sostenuto.runtime.jobs.events import (
     NoSignal,
     Quarantined,
     Replaced,
+    Resumed,
     Saved,
     Stalled,
     StepTrained,
@@ -85,8 +86,8 @@ class Terminal:
 
     def _other(self, event: JobEvent) -> None:
         match event:
-            case JobStarted():
-                self._line(escape(f"{event.job}: model {event.model}; sandboxes: {event.isolation}"))
+            case JobStarted() | Resumed():
+                self._line(escape(_beginning(event)))
             case WarmStartChecked():
                 state = "open" if event.passed else "[yellow]closed[/]"
                 self._line(
@@ -214,3 +215,14 @@ def show_ledger(console: Console, ledger: LedgerStatistics) -> None:
         table.add_row(escape(outcome), str(count))
     console.print(table)
     console.print("the sums close" if ledger.closes else "[bold red]the sums do not close[/]")
+
+
+def _beginning(event: JobStarted | Resumed) -> str:
+    if isinstance(event, JobStarted):
+        return f"{event.job}: model {event.model}; sandboxes: {event.isolation}"
+    if not event.checkpoint:
+        return f"{event.job}: begins anew, there is no checkpoint of it"
+    return (
+        f"{event.job}: goes on after step {event.step}, {event.lost_steps} later ones are lost; version "
+        f"{event.version}, {event.kept} finished groups are kept, {event.dropped} are dropped"
+    )
