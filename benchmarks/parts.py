@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.telling import Telling, end_in_order
 
 PARTS = {
-    "engines": ("decode", "memory", "exactness", "fleet", "adapters", "speculation"),
+    "engines": ("decode", "memory", "exactness", "fleet", "adapters", "speculation", "vllm"),
     "learning": ("methods", "trl", "distillation", "speed"),
     "gateway": ("cost", "pressure", "fuzz", "schema", "clients", "conformance"),
 }

@@ -35,6 +35,7 @@ async def serve(
     *,
     blocks: int,
     context_tokens: int = CONTEXT_TOKENS,
+    dtype: str = "float32",
     flags: Sequence[str] = (),
     log: IO[str] | None = None,
 ) -> AsyncGenerator[str]:
@@ -47,7 +48,7 @@ async def serve(
         # Through its Python: an environment that was moved has commands that name the old place.
         str(vllm.with_name("python")), str(vllm), "serve", str(model), "--served-model-name", "truth",
         "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", str(context_tokens),
+        "--dtype", dtype, "--enforce-eager", "--max-model-len", str(context_tokens),
         "--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(blocks),
         "--max-num-seqs", "32", "--max-num-batched-tokens", "1024",
         "--enable-prefix-caching", "--enable-prompt-tokens-details", *flags,

@@ -16,7 +16,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from sostenuto.runtime.engines.embedded import shifted
+
 NAME = "sostenuto_slots"
+
+_MOST_PADDING = 1.15
+"""Keys that are read over those that are seen, from which on a CPU computes row by row."""
 
 # What some models hand to their attention and this one does not do.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -42,6 +47,8 @@ class Decode:
     rows: torch.Tensor = field(init=False)
     """(T,)"""
     _ragged: "_Ragged | None" = field(init=False)
+    _lengths: tuple[int, ...] = field(init=False)
+    """Of the rows, where each is attended alone; else empty."""
     _masks: dict[tuple[int | None, int], torch.Tensor] = field(
         init=False, default_factory=dict[tuple[int | None, int], torch.Tensor]
     )
@@ -51,10 +58,18 @@ class Decode:
         rows = torch.arange(len(self.counts)).repeat_interleave(counts)
         object.__setattr__(self, "rows", rows.to(device))
         object.__setattr__(self, "_ragged", None if max(self.counts) == 1 else _ragged(counts, device))
+        object.__setattr__(self, "_lengths", self._alone())
 
     @property
     def last(self) -> int:
         return self.first + self.positions.shape[0]
+
+    def _alone(self) -> tuple[int, ...]:
+        if self._ragged is not None or self.positions.device.type != "cpu":
+            return ()
+        lengths: list[int] = (self.positions + 1).tolist()
+        padded = self.longest * len(lengths)
+        return tuple(lengths) if padded > _MOST_PADDING * sum(lengths) else ()
 
     def mask(self, window: int | None, heads: int) -> torch.Tensor:
         """(N, 1, heads * W, S), True where a key is seen; W = the most tokens of a row."""
@@ -81,11 +96,25 @@ class Decode:
         # The query heads of one key head become its queries: no key is repeated.
         shape = (count, key.shape[0], group, query.shape[2])
         grouped = queries.reshape(shape) if ragged is None else ragged.group(queries, group)
+        if self._lengths and window is None:
+            return self._attend_alone(grouped, keys, values, scaling)
         out = scaled_dot_product_attention(
             grouped, keys[:count, :, : self.longest], values[:count, :, : self.longest],
             attn_mask=self.mask(window, 1 if ragged is None else group), scale=scaling,
         )  # fmt: skip
         return out.flatten(1, 2) if ragged is None else ragged.ungroup(out, group)
+
+    def _attend_alone(
+        self, grouped: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """From (N, K, group, D), reading of each row what is there; returns (N, H, D)."""
+        outs = [
+            scaled_dot_product_attention(
+                grouped[row, None], keys[row, None, :, :length], values[row, None, :, :length], scale=scaling
+            )
+            for row, length in enumerate(self._lengths)
+        ]
+        return torch.cat(outs).flatten(1, 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,6 +185,9 @@ class Chunk:
         keys, values = self.keys[layer], self.values[layer]
         keys[:, self.start : end] = key
         values[:, self.start : end] = value
+        if shifted.suits(query):
+            out = shifted.attend(query, keys[:, :end], values[:, :end], scaling, window)
+            return out.transpose(0, 1)
         whole = (self.start == 0 or self.count == 1) and (window is None or window >= end)
         out = scaled_dot_product_attention(
             query[None], keys[None, :, :end], values[None, :, :end],
