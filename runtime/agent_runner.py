@@ -22,12 +22,13 @@ from sostenuto.errors import (
     boundary,
 )
 from sostenuto.records import Trajectory, validate
-from sostenuto.runtime.dispatcher import Dispatcher, lease_s_of, submitted_for
+from sostenuto.runtime.dispatcher import Dispatcher
 from sostenuto.runtime.gateway.lane import Entrance
 from sostenuto.runtime.gateway.opening import OpenGateway
 from sostenuto.runtime.gateway.sessions import Resident
 from sostenuto.runtime.gateway.terms import Terms
 from sostenuto.runtime.gateway.turn import Refused
+from sostenuto.runtime.passage import lease_s_of, submitted_for
 from sostenuto.runtime.place import Place
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.tools.wire import Reward

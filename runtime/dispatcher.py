@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 import anyio
 from anyio.abc import TaskGroup
 
-from sostenuto.errors import EngineError, ProgramError, SostenutoError, boundary
-from sostenuto.records import Trajectory, validate
-from sostenuto.runtime.drive import Drive, Surroundings
+from sostenuto.errors import EngineError, SostenutoError
+from sostenuto.records import Trajectory
+from sostenuto.runtime.drive import Surroundings
 from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.engines.wire import Capabilities
 from sostenuto.runtime.fleet import Fleet, Trouble
-from sostenuto.runtime.fresh_turn import FreshTurn
+from sostenuto.runtime.passage import STALE, drive_for, failed, finish, lease_s_of, stale, submitted_for
 from sostenuto.runtime.place import Mail, Place
 from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.prompts import Prompts
@@ -34,6 +34,7 @@ from sostenuto.runtime.turn_stream import TurnSpans
 from sostenuto.scheduler.actions import (
     Action,
     Decode,
+    EndStale,
     EngineDraining,
     Event,
     Evict,
@@ -46,19 +47,19 @@ from sostenuto.scheduler.actions import (
     Probe,
     Recovered,
     Refuse,
-    SandboxClaim,
     SandboxMoved,
     Slowed,
     Submitted,
     Tick,
     ToolServerJoined,
     TurnAway,
+    Unserved,
 )
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.types import EngineId, Outcome, OutcomeKind, ProgramId, SandboxRung, StopReason, Version
+from sostenuto.types import EngineId, ProgramId, SandboxRung, Version
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class Dispatcher:
         self._timeouts = timeouts
         self._running = running
         self._seats: dict[ProgramId, _Seat] = {}
-        self._publishing = Publishing(known, update, self._feed, running, self.fleet.quarantined)
+        self._publishing = Publishing(known, update, self._feed, running, self.fleet, policy.gate)
         self._emptying: dict[EngineId, anyio.Event] = {}
         """Engines on which nothing starts; set once nothing decodes there."""
         self._now_s = asyncio.get_running_loop().time
@@ -140,20 +141,28 @@ class Dispatcher:
         the turn is on.
         """
         mail = Mail()
-        drive = _drive(spec, self.around, mail, spans)
+        drive, reasons = drive_for(spec, self.around, mail, spans), list[str]()
         if self._gave_up:
-            return _failed(drive, EngineError(self._gave_up))
+            return failed(drive, EngineError(self._gave_up))
         with anyio.CancelScope() as scope:
+
+            def end(reason: str) -> None:
+                reasons.append(reason)
+                scope.cancel()
+
             try:
-                self._seats[spec.id] = _Seat(mail, lambda _reason: scope.cancel())
-                self._feed(submitted_for(spec, lease_s_of(spec, self._timeouts)))
-                return await _finish(drive)
+                self._seats[spec.id] = _Seat(mail, end)
+                entered = submitted_for(spec, lease_s_of(spec, self._timeouts))
+                self._feed(replace(entered, may_be_ended=True))
+                return await finish(drive)
             finally:
                 await drive.close()
                 del self._seats[spec.id]
                 self._feed(Finished(spec.id))
+        if reasons[:1] == [STALE]:
+            return stale(drive)
         silent = f"{_SILENT} for {lease_s_of(spec, self._timeouts):.0f} s"
-        return _failed(drive, EngineError(self._gave_up or silent))
+        return failed(drive, EngineError(self._gave_up or silent))
 
     def admit(self, submitted: Submitted, lost: Callable[[str], None]) -> Place:
         """Give a program that somebody else drives a place; EngineError when no engine will come back.
@@ -299,12 +308,14 @@ class Dispatcher:
 
     def _start(self, action: Action) -> None:
         match action:
-            case Prepare() | Decode() | Refuse() | TurnAway():
+            case Prepare() | Decode() | Refuse() | Unserved() | TurnAway():
                 self._seats[action.program_id].mail.put(action)
             case Evict(program_id, engine_id):
                 self._running.start_soon(self.fleet.release, engine_id, program_id)
             case Expire(program_id):
                 self._seats[program_id].end(_SILENT)
+            case EndStale(program_id):
+                self._seats[program_id].end(STALE)
             case Probe() | Slowed() | Recovered():
                 self._mind_pace(action)
             case MoveSandbox(program_id, rung):
@@ -355,45 +366,3 @@ async def open_dispatcher(
         finally:
             dispatcher.fleet.forget()
         running.cancel_scope.cancel()
-
-
-def lease_s_of(spec: ProgramSpec, timeouts: Timeouts) -> float:
-    """Every part of a program has a deadline of its own; the lease ends after all of them."""
-    t = timeouts
-    return spec.limits.wall_s + t.prepare_s + t.reward_s + t.call_margin_s + t.release_s
-
-
-def submitted_for(spec: ProgramSpec, lease_s: float) -> Submitted:
-    """How the scheduler hears of a program."""
-    return Submitted(
-        spec.id,
-        lease_s,
-        group=spec.group_id,
-        group_size=spec.group_size,
-        trainable_until=spec.trainable_until,
-        sandbox=SandboxClaim(memory_bytes=0 if spec.history else spec.environment.memory_bytes),
-        has_environment=spec.history is None,
-        is_urgent=spec.priority < 0,
-    )
-
-
-def _drive(spec: ProgramSpec, around: Surroundings, mail: Mail, spans: TurnSpans | None) -> Drive:
-    if spec.history is None:
-        return Drive(spec, around, mail.take, spans)
-    return FreshTurn(spec, spec.history, around, mail.take, spans)
-
-
-async def _finish(drive: Drive) -> Trajectory:
-    """The program's record, with the outcome FAILED when one of its parts failed."""
-    try:
-        trajectory = await drive.run()
-        with boundary(EngineError, "the record is refused"):
-            validate(trajectory)
-    except ProgramError as error:
-        return _failed(drive, error)
-    return trajectory
-
-
-def _failed(drive: Drive, error: ProgramError) -> Trajectory:
-    outcome = Outcome(OutcomeKind.FAILED, str(error), error.blame)
-    return replace(drive.record(StopReason.FAILED), outcome=outcome)

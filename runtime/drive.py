@@ -18,6 +18,7 @@ from sostenuto.errors import (
     PolicyError,
     ProgramError,
     ToolServerError,
+    VersionUnavailable,
     lone_error,
 )
 from sostenuto.records import Trajectory
@@ -27,17 +28,19 @@ from sostenuto.runtime.prompts import Prompts
 from sostenuto.runtime.rendering.conversation import Conversation
 from sostenuto.runtime.rendering.renderer import Renderer, Turn
 from sostenuto.runtime.turn_costs import cost_of, queued_s_of, used_by
-from sostenuto.runtime.turn_stream import Generate, TurnSpans, TurnStream
+from sostenuto.runtime.turn_stream import Generate, TurnSpans, TurnStream, unserved, versions_of
 from sostenuto.scheduler.actions import (
     Answered,
     Decode,
     Event,
+    Interrupted,
     Prepare,
     Prepared,
     Refuse,
     ToolReturned,
     TurnAway,
     TurnEnded,
+    Unserved,
 )
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.tools.wire import Reward, ToolSchema
@@ -54,7 +57,7 @@ from sostenuto.types import (
     Usage,
 )
 
-Grant = Prepare | Decode | Refuse | TurnAway
+Grant = Prepare | Decode | Refuse | Unserved | TurnAway
 
 _REWARD = CallId("reward")
 
@@ -93,7 +96,7 @@ class Drive:
         self.spec = spec
         self._around = around
         self._grant = grant
-        self._stream = spans and TurnStream(spans, around.now_s)
+        self._stream = TurnStream(spans, around.now_s)
         self._conversation = Conversation(around.renderer)
         self._tools: dict[str, ToolSchema] = {}
         self._results: list[ToolResult] = []
@@ -193,13 +196,15 @@ class Drive:
         """Decode once and act on it; a reason when the program is over.
 
         A turn whose engine is lost leaves no trace: the next one begins with the same tokens, and with
-        those that were told.
+        those that were told.  One that was interrupted goes on behind the tokens that it has.
         """
         grant = await self._granted()
         if isinstance(grant, Refuse) and not self._turns:
             raise self._prompt_too_long(
                 f"its first turn needs KV of {grant.needed_tokens}, not {grant.largest_tokens}"
             )
+        if isinstance(grant, Unserved):
+            raise VersionUnavailable(unserved(grant))
         if not isinstance(grant, Decode):
             return StopReason.CONTEXT_FULL
         decoded = await self._decode(grant)
@@ -226,23 +231,17 @@ class Drive:
         self._engine_ids.add(grant.engine_id)
         request = self._request(grant)
         self._conversation.sent()
-        parts = await self._sampled(grant.engine_id, request)
+        parts = await self._stream.sampled(grant.engine_id, request, self._around.generate)
         if not parts:
+            if (tokens := self._stream.interrupted) is not None:
+                self._around.report(Interrupted(self.spec.id, grant.turn, tokens))
             return None
-        reply = parts[-1]
         if not any(part.token_ids for part in parts):
-            raise PolicyError(f"turn {grant.turn} came back empty ({reply.finish_reason})")
+            raise PolicyError(f"turn {grant.turn} came back empty ({parts[-1].finish_reason})")
         self._usage += sum(map(used_by, parts), Usage(prompt_tokens=len(request.token_ids)))
         ended_s = self._around.now_s()
         turns = [self._conversation.sampled(part, started_s=began_s, ended_s=ended_s) for part in parts]
-        return reply, turns[-1]
-
-    async def _sampled(self, engine_id: EngineId, request: GenerateRequest) -> list[GenerateReply]:
-        """In one part for each engine that sampled; empty when the last one was lost."""
-        if self._stream is not None:
-            return await self._stream.sampled(engine_id, request, self._around.generate)
-        reply = await self._around.generate(engine_id, request)
-        return [] if reply is None else [reply]
+        return parts[-1], turns[-1]
 
     def _request(self, grant: Decode) -> GenerateRequest:
         changes = {
@@ -250,6 +249,7 @@ class Drive:
             "token_ids": self._conversation.token_ids.copy(),
             "max_new_tokens": self._room(),
             "routed_experts_from": self._conversation.routed_tokens,
+            **versions_of(grant.requires),
         }
         return self._blank_request.model_copy(update=changes)
 

@@ -72,7 +72,8 @@ class _Life:
     id: EngineId
     engine: Engine
     facts: Capabilities
-    calls: set[anyio.CancelScope] = field(default_factory=set[anyio.CancelScope])
+    calls: dict[anyio.CancelScope, str] = field(default_factory=dict[anyio.CancelScope, str])
+    """With their request ids."""
     reported: tuple[int, int] = (0, 0)
     """Cached and prefilled tokens at the last report."""
     load: Load | None = None
@@ -213,6 +214,11 @@ class Fleet:
         if (life := self._lives.get(engine_id)) is not None:
             life.ends(Trouble(reason, is_lost=False))
 
+    def requests_on(self, engine_id: EngineId) -> list[str]:
+        """The ids of those that wait for their end."""
+        life = self._lives.get(engine_id)
+        return list(life.calls.values()) if life is not None else []
+
     def recovered(self, engine_id: EngineId) -> None:
         """It took in a later version."""
         if (life := self._lives.get(engine_id)) is not None:
@@ -242,13 +248,13 @@ class Fleet:
         served = self._gate.version(engine_id)
         heard = spans and partial(self._hear, life, served, spans)
         with anyio.CancelScope() as call:
-            life.calls.add(call)
+            life.calls[call] = request.request_id
             try:
                 reply = await life.engine.generate(request, spans=heard)
             except EngineError as error:
                 failure = error
             finally:
-                life.calls.discard(call)
+                life.calls.pop(call, None)
         if failure is not None and not await self._is_lost(life):
             raise failure
         if reply is not None:

@@ -33,6 +33,7 @@ from sostenuto.runtime.jobs.rewarding import GroupRewards, LateRewards, named
 from sostenuto.runtime.jobs.sampling import Sampling
 from sostenuto.runtime.jobs.teacher import Teacher
 from sostenuto.runtime.models import resolve_model
+from sostenuto.scheduler.update_terms import UpdateTerms
 from sostenuto.trainer.algorithms import GRPO, AnyAlgorithm
 from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.types import Limits, Truncation
@@ -108,6 +109,7 @@ class TrainFile(_JobFile):
     groups_per_step: int = Field(default=8, gt=0)
     max_staleness: int = Field(default=1, ge=0)
     kv_at_update: Literal["recompute", "keep"] = "recompute"
+    at_update: UpdateTerms | None = None
     sampler: str = "fifo"
     refills: int = Field(default=1, ge=0)
     stragglers: Stragglers | None = None

@@ -206,8 +206,7 @@ class Keeper:
 
     def _settled_version(self) -> Version | None:
         """What it has to serve now; None while it takes in another one, and may have either."""
-        gate = self._dispatcher.scheduler.gate
-        return None if gate.publishing is not None else gate.version(self.source.id)
+        return self._dispatcher.scheduler.gate.settled(self.source.id)
 
     # ---- whether it comes back ----
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from pydantic import JsonValue
 
 from sostenuto.runtime.rendering.renderer import Piece
+from sostenuto.scheduler.requirements import ANY, Requirement
 from sostenuto.tools.wire import EnvironmentRef, Moved, Prepared, Reward
 from sostenuto.types import (
     CallId,
@@ -89,6 +90,8 @@ class ProgramSpec:
     """Record which experts of a mixture-of-experts model each token was routed to."""
     trainable_until: Version | None = None
     """The newest deployed version under which its record can still be trained; None: no such limit."""
+    requires: Requirement = ANY
+    """Versions that its turns may be of; VersionUnavailable once none is served, or can still come."""
     history: History | None = None
     """It continues this by one turn, without an environment and without a reward."""
 

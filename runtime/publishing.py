@@ -1,7 +1,7 @@
 """How a new version reaches the engines.  The gate in `scheduler/` decides; this carries it out."""
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -11,10 +11,12 @@ from anyio.abc import TaskGroup
 
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.protocol import Engine
-from sostenuto.runtime.engines.wire import CommitReply, CommitRequest
+from sostenuto.runtime.engines.wire import CommitReply, CommitRequest, Feature
+from sostenuto.runtime.fleet import Fleet
 from sostenuto.scheduler.actions import (
     CommitUpdate,
     Event,
+    Interrupt,
     Opened,
     PublicationBegun,
     PublicationFailed,
@@ -25,16 +27,20 @@ from sostenuto.scheduler.actions import (
     UpdateFailed,
     UpdateStaged,
 )
+from sostenuto.scheduler.gate import EngineState, Gate
+from sostenuto.scheduler.update_terms import DEFAULT, UpdateTerms
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.types import EngineId, Version
+from sostenuto.types import EngineId, ProgramId, Version
+
+_AGAIN_S = 0.05
+"""A request that had not reached its engine when it was interrupted is interrupted again after this."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePolicy:
-    """What happens to KV of the old version when new weights are swapped in."""
+    """What a dispatcher's publications do."""
 
-    keep_kv: bool = False
-    """True: requests in flight go on with it and held KV stays; False: it is computed anew."""
+    terms: UpdateTerms = DEFAULT
     stage_timeout_s: float = 300.0
 
 
@@ -74,13 +80,18 @@ class Publishing:
         policy: UpdatePolicy,
         feed: Callable[[Event], None],
         running: TaskGroup,
-        quarantined: Callable[[EngineId, str], None],
+        fleet: Fleet,
+        gate: Gate,
     ) -> None:
         self._engines = engines
         self._policy = policy
         self._feed = feed
         self._running = running
-        self._quarantined = quarantined
+        self._fleet = fleet
+        self._gate = gate
+        self._staging: dict[EngineId, anyio.Lock] = {}
+        self._kv_since: dict[EngineId, Version] = {}
+        """Since when KV of an engine that does not tell its age has been kept."""
         self._pending: _Pending | None = None
         self.manifest: Manifest | None = None
         """Of what is deployed; None until something was published."""
@@ -91,7 +102,7 @@ class Publishing:
         self._pending, began_s = pending, anyio.current_time()
         # Half a publication helps nobody; each of its parts has a deadline.
         with anyio.CancelScope(shield=True):
-            self._feed(PublicationBegun(version))
+            self._feed(PublicationBegun(version, self._policy.terms))
             await pending.over.wait()
         self._pending = None
         if pending.abandoned:
@@ -117,14 +128,16 @@ class Publishing:
         match action:
             case StageUpdate(engine_id, version):
                 self._running.start_soon(self._stage, engine_id, version)
-            case CommitUpdate(engine_id, version):
-                self._running.start_soon(self._commit, engine_id, version)
+            case CommitUpdate():
+                self._running.start_soon(self._commit, action)
+            case Interrupt(engine_id):
+                self._running.start_soon(self._interrupt, engine_id)
             case Opened() | PublicationFailed():
                 self._conclude(opened=isinstance(action, Opened))
             case Quarantine(engine_id, reason):
                 if self._pending:
                     self._pending.failures.append(f"{engine_id}: {reason}")
-                self._quarantined(engine_id, reason)
+                self._fleet.quarantined(engine_id, reason)
             case _:
                 assert_never(action)
 
@@ -147,11 +160,16 @@ class Publishing:
             raise
 
     async def _stage(self, engine_id: EngineId, version: Version) -> None:
-        if self._pending is None:
+        pending = self._pending
+        if pending is None:
             return
         try:
-            with self._seen_through(), anyio.fail_after(self._policy.stage_timeout_s):
-                await self._engines[engine_id].prepare_update(self._pending.manifest)
+            # One that was late takes in what it had begun to its end before it takes in the next.
+            async with self._staging.setdefault(engine_id, anyio.Lock()):
+                if self._is_superseded(engine_id, version):
+                    return
+                with self._seen_through(), anyio.fail_after(self._policy.stage_timeout_s):
+                    await self._engines[engine_id].prepare_update(pending.manifest)
         except (EngineError, TimeoutError) as error:
             reason = str(error) or f"staging took over {self._policy.stage_timeout_s:.0f} s"
             self._feed(UpdateFailed(engine_id, version, reason))
@@ -160,13 +178,22 @@ class Publishing:
             self._pending.staged_s = anyio.current_time()
         self._feed(UpdateStaged(engine_id, version))
 
-    async def _commit(self, engine_id: EngineId, version: Version) -> None:
-        keep = self._policy.keep_kv
-        request = CommitRequest(
-            version=str(version),
-            running="continue" if keep else "recompute",
-            held="keep" if keep else "drop",
-        )
+    def _is_superseded(self, engine_id: EngineId, version: Version) -> bool:
+        is_staging = self._gate.states().get(engine_id) is EngineState.STAGING
+        return not is_staging or self._gate.publishing not in (None, version)
+
+    async def _interrupt(self, engine_id: EngineId) -> None:
+        """End what runs there, with the tokens it has, until nothing does or the swap begins."""
+        engine = self._engines[engine_id]
+        with suppress(EngineError):
+            while self._gate.states().get(engine_id) is EngineState.FINISHING:
+                for request_id in self._fleet.requests_on(engine_id):
+                    await engine.abort(request_id)
+                await anyio.sleep(_AGAIN_S)
+
+    async def _commit(self, action: CommitUpdate) -> None:
+        engine_id, version = action.engine_id, action.version
+        request = self._request(action)
         try:
             with self._seen_through():
                 reply = await self._engines[engine_id].commit_update(request)
@@ -175,4 +202,27 @@ class Publishing:
             return
         if self._pending:
             self._pending.commits.append(reply)
-        self._feed(UpdateCommitted(engine_id, version, dropped_kv=not keep))
+        drops = request.held == "drop"
+        if drops:
+            self._kv_since[engine_id] = version
+        dropped = tuple(ProgramId(name) for name in reply.dropped)
+        self._feed(UpdateCommitted(engine_id, version, dropped_kv=drops, dropped=dropped))
+
+    def _request(self, action: CommitUpdate) -> CommitRequest:
+        terms = self._policy.terms
+        keeps = terms.acting == "keep"
+        # What finish and abort leave running has had its time.
+        continues = terms.running == "continue" or (terms.holds_back and keeps)
+        oldest = action.oldest_kv
+        seen = self._fleet.seen(action.engine_id)
+        if oldest is not None and (seen is None or Feature.KV_AGE not in seen.facts.features):
+            served = self._gate.version(action.engine_id) or action.version
+            if self._kv_since.setdefault(action.engine_id, served) < oldest:
+                keeps = continues = False
+            oldest = None
+        return CommitRequest(
+            version=str(action.version),
+            running="continue" if continues else "recompute",
+            held="keep" if keeps else "drop",
+            oldest_kv=None if oldest is None else str(oldest),
+        )

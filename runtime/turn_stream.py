@@ -1,14 +1,15 @@
-"""A program's turn for whoever reads it while it is sampled, also when its engine is lost meanwhile.
+"""A program's turn, also when it is interrupted or its engine is lost half way; for whoever reads it, too.
 
-What was told stays told: on the next engine the turn goes on behind it, so nobody is told a token twice,
-and the record has what was told, as a turn in parts.  A turn that does not come to an end is in no record.
+What an interrupted request has sampled is kept, and what was told stays told: on the next engine the turn
+goes on behind it with what is left of its budget, so nobody is told a token twice, and the record has it as
+a turn in parts.  A turn that does not come to an end is in no record.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
-from sostenuto.errors import EngineError
+from sostenuto.errors import EngineError, VersionRefused
 from sostenuto.runtime.engines.wire import (
     FinishReason,
     GenerateReply,
@@ -17,6 +18,8 @@ from sostenuto.runtime.engines.wire import (
     WireSpan,
     WireVersionSpan,
 )
+from sostenuto.scheduler.actions import Unserved
+from sostenuto.scheduler.requirements import Requirement
 from sostenuto.types import EngineId
 
 TurnSpans = Callable[[int, WireSpan], None]
@@ -31,46 +34,81 @@ class Generate(Protocol):
     ) -> GenerateReply | None: ...
 
 
-class TurnStream:
-    """Of one program."""
+_REFUSALS = 8
+"""So often in a row a turn may be refused for its version; then nobody knows what the engines serve."""
 
-    def __init__(self, spans: TurnSpans, now_s: Callable[[], float]) -> None:
+
+class TurnStream:
+    """Of one program.  `spans` is called with tokens as they come."""
+
+    def __init__(self, spans: TurnSpans | None, now_s: Callable[[], float]) -> None:
         self._spans = spans
         self._now_s = now_s
         self._turn = 0
         self._kept: list[GenerateReply] = []
-        """What engines that were lost had told of the turn under way."""
+        """What the turn under way has from engines that did not end it."""
         self._told: list[tuple[float, WireSpan]] = []
         """What the engine that samples now has told of it, and when."""
+        self._refusals = 0
+        self.interrupted: int | None = None
+        """Tokens of a turn that was not ended by an engine which is still there; None: there is none."""
 
     async def sampled(
         self, engine_id: EngineId, request: GenerateRequest, generate: Generate
     ) -> list[GenerateReply]:
-        """A turn from its context, in a part for each engine; empty when the last engine was lost.
+        """A turn from its context, in a part for each engine; empty when it has to go on elsewhere.
 
-        EngineError when it was lost in the middle of a turn that its tokens alone do not let go on.
+        That is when the last engine was lost, or `interrupted` says that it was not.  EngineError when it has
+        to go on in the middle of a turn that its tokens alone do not let go on.
         """
+        self.interrupted = None
         tokens = [token for part in self._kept for token in part.token_ids]
-        reply = _owed(request, tokens) or await generate(engine_id, _rest(request, tokens), self._tell)
+        tell = self._tell if self._spans else None
+        try:
+            reply = _owed(request, tokens) or await generate(engine_id, _rest(request, tokens), tell)
+        except VersionRefused:
+            self._refusals += 1
+            if self._refusals >= _REFUSALS or self._told:
+                raise
+            self.interrupted = len(tokens)
+            return []
+        self._refusals = 0
         told, self._told = self._told, []
         if reply is None:
             self._keep(request, told)
             return []
+        if reply.finish_reason is FinishReason.ABORT:
+            self._interrupt(request, reply, told)
+            self.interrupted = sum(len(part.token_ids) for part in self._kept)
+            return []
         parts, self._kept = [*self._kept, reply], []
         self._turn += 1
         return parts
+
+    def _interrupt(
+        self, request: GenerateRequest, reply: GenerateReply, told: list[tuple[float, WireSpan]]
+    ) -> None:
+        if not reply.token_ids:
+            return
+        if not _ties(request):
+            # What comes behind it is told of all experts, from the beginning.
+            self._kept.append(reply.model_copy(update={"routed_experts": None}))
+        else:
+            # Nobody has seen the tokens, and the turn begins anew.
+            self._keep(request, told)
 
     def _keep(self, request: GenerateRequest, told: list[tuple[float, WireSpan]]) -> None:
         if not told:
             return
         if field := _ties(request):
             raise EngineError(
-                f"the engine was lost in the middle of a turn, and with {field} it cannot go on elsewhere: "
-                "send it again, or do not stream it"
+                f"the engine was lost or updated in the middle of a turn, and with {field} it cannot go on "
+                "elsewhere: send it again, or do not stream it"
             )
         self._kept.append(_part(told))
 
     def _tell(self, span: WireSpan) -> None:
+        assert self._spans is not None
         self._told.append((self._now_s(), span))
         self._spans(self._turn, span)
 
@@ -97,6 +135,20 @@ def joined(parts: Sequence[GenerateReply]) -> GenerateReply:
         "routed_experts": parts[-1].routed_experts,
     }
     return parts[-1].model_copy(update=changes)
+
+
+def versions_of(requires: Requirement) -> dict[str, str | None]:
+    """The fields of a request for what the scheduler grants."""
+    least = None if requires.least is None else str(requires.least)
+    return {"exact_version": least} if requires.is_exact else {"min_version": least}
+
+
+def unserved(told: Unserved) -> str:
+    """Why no engine takes the program's next turn."""
+    return (
+        f"requires: {told.wanted} is served by no engine any more, {told.deployed} is deployed; submit it "
+        "again, or require less"
+    )
 
 
 def _ties(request: GenerateRequest) -> str:

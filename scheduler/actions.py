@@ -6,6 +6,8 @@ Events say what happened; actions say what the shell has to do.  Both are closed
 from dataclasses import dataclass
 
 from sostenuto.scheduler.kv import Footprint
+from sostenuto.scheduler.requirements import ANY, Requirement
+from sostenuto.scheduler.update_terms import DEFAULT, UpdateTerms
 from sostenuto.types import EngineId, GroupId, ProgramId, SandboxRung, Version
 
 # ---- events ----
@@ -39,6 +41,10 @@ class Submitted:
     """Whether one is made for it; without, it takes no place among live programs and needs only an engine."""
     is_urgent: bool = False
     """It goes before all that are not, for an environment, also in the reserved places, and for an engine."""
+    requires: Requirement = ANY
+    """Versions that its turns may be of; Unserved once none of them is served, or can still come."""
+    may_be_ended: bool = False
+    """By EndStale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,15 @@ class ToolReturned:
     turn_tokens: int
     queued_s: float = 0.0
     """Of the time since the tool was asked: waited for a turn at the tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The turn stopped half way, with so many tokens, or was not begun: it wants an engine again."""
+
+    program_id: ProgramId
+    turn: int
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +184,7 @@ class Probed:
 @dataclass(frozen=True, slots=True)
 class PublicationBegun:
     version: Version
+    terms: UpdateTerms = DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +199,8 @@ class UpdateCommitted:
     version: Version
     dropped_kv: bool
     """Whether the engine gave up the KV of programs between turns."""
+    dropped: tuple[ProgramId, ...] = ()
+    """Else those of them whose KV it gave up because of its age."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,19 +236,10 @@ class Tick:
     """Time has passed; `Scheduler.wake_at_s` says when one is due."""
 
 
-ProgramEvent = Prepared | TurnEnded | ToolReturned | Answered | Finished | Heard | SandboxMoved
-EngineEvent = (
-    EngineJoined
-    | EngineLoaded
-    | EngineLost
-    | EngineDraining
-    | Probed
-    | PublicationBegun
-    | UpdateStaged
-    | UpdateCommitted
-    | UpdateFailed
-)
-Event = Submitted | Tick | ProgramEvent | EngineEvent | ToolServerJoined
+ProgramEvent = Prepared | TurnEnded | ToolReturned | Interrupted | Answered | Finished | Heard | SandboxMoved
+EngineEvent = EngineJoined | EngineLoaded | EngineLost | EngineDraining | Probed
+UpdateEvent = PublicationBegun | UpdateStaged | UpdateCommitted | UpdateFailed
+Event = Submitted | Tick | ProgramEvent | EngineEvent | UpdateEvent | ToolServerJoined
 
 # ---- actions ----
 
@@ -249,6 +258,7 @@ class Decode:
     program_id: ProgramId
     engine_id: EngineId
     turn: int
+    requires: Requirement = ANY
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +303,24 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Unserved:
+    """No version that the program requires is served, and none can come any more: to be submitted again."""
+
+    program_id: ProgramId
+    wanted: Requirement
+    deployed: Version
+
+
+@dataclass(frozen=True, slots=True)
+class EndStale:
+    """Its record cannot be trained any more."""
+
+    program_id: ProgramId
+    trainable_until: Version
+    deployed: Version
+
+
+@dataclass(frozen=True, slots=True)
 class Expire:
     """Nothing was heard of the program for the length of its lease."""
 
@@ -309,11 +337,20 @@ class StageUpdate:
 class CommitUpdate:
     engine_id: EngineId
     version: Version
+    oldest_kv: Version | None = None
+    """KV of an older version is not used any more; None: as the terms say of all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """End what runs there, with the tokens it has."""
+
+    engine_id: EngineId
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Every engine that takes part serves this version."""
+    """Every engine that takes part, or a quorum of them, serves this version."""
 
     version: Version
 
@@ -355,7 +392,9 @@ class Recovered:
     engine_id: EngineId
 
 
-ProgramAction = Prepare | Decode | Evict | Offload | MoveSandbox | TurnAway | Refuse | Expire
+ProgramAction = (
+    Prepare | Decode | Evict | Offload | MoveSandbox | TurnAway | Refuse | Unserved | EndStale | Expire
+)
 PaceAction = Probe | Slowed | Recovered
-UpdateAction = StageUpdate | CommitUpdate | Opened | PublicationFailed | Quarantine
+UpdateAction = StageUpdate | Interrupt | CommitUpdate | Opened | PublicationFailed | Quarantine
 Action = ProgramAction | PaceAction | UpdateAction

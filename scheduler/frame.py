@@ -4,7 +4,7 @@ A policy is a subclass that overrides the hooks.  It decides nothing else: two p
 compared differ in their hooks alone.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,10 +18,10 @@ from sostenuto.scheduler.actions import (
     EngineLoaded,
     EngineLost,
     Event,
-    Evict,
     Expire,
     Finished,
     Heard,
+    Interrupted,
     Prepare,
     Prepared,
     ProgramEvent,
@@ -38,27 +38,27 @@ from sostenuto.scheduler.actions import (
     UpdateStaged,
 )
 from sostenuto.scheduler.fleet import AgeQueue, EngineSeat
-from sostenuto.scheduler.gate import Gate
 from sostenuto.scheduler.leases import Leases
 from sostenuto.scheduler.lifecycle import Move, Phase, after
 from sostenuto.scheduler.program import NEVER, Program, Reason, Snapshot
 from sostenuto.scheduler.settings import SchedulerSettings
-from sostenuto.types import EngineId, ProgramId
+from sostenuto.scheduler.updates import Updates
+from sostenuto.types import ProgramId
 
 E = TypeVar("E", bound=ProgramEvent)
-T = TypeVar("T", TurnEnded, ToolReturned)
+T = TypeVar("T", TurnEnded, ToolReturned, Interrupted)
 _URGENT = 1 << 40
 """So much younger in rank is who has to go before all others."""
 _Handler = Callable[[Any, float], list[Action]]
 
 
-class Frame(ABC):
+class Frame(Updates):
     """Owner of all programs' phases.  One event at a time; never re-entered."""
 
     def __init__(self, settings: SchedulerSettings | None = None) -> None:
+        super().__init__()
         self._settings = settings or SchedulerSettings()
         self._programs: dict[ProgramId, Program] = {}
-        self._engines: dict[EngineId, EngineSeat] = {}
         self._queued = AgeQueue()
         self._leases = Leases()
         self._submitted = 0
@@ -68,13 +68,13 @@ class Frame(ABC):
         """Those of them whose environment is being made."""
         self._late_events = 0
         self._waited_s: dict[Reason, float] = {}
-        self.gate = Gate()
         self._handlers: dict[type, _Handler] = {
             Submitted: self._on_submitted,
             Tick: self._on_tick,
             Prepared: self._of_program(self._on_prepared),
             TurnEnded: self._of_turn(self._on_turn_ended),
             ToolReturned: self._of_turn(self._on_tool_returned),
+            Interrupted: self._of_turn(self._on_interrupted),
             Answered: self._of_program(self._on_answered),
             Finished: self._of_program(self._on_finished),
             Heard: self._of_program(_only_renew),
@@ -84,8 +84,8 @@ class Frame(ABC):
             EngineLost: self._on_engine_lost,
             EngineDraining: self._on_draining,
             ToolServerJoined: self._on_tool_server,
-            PublicationBegun: lambda event, _: self.gate.begin(event.version),
-            UpdateStaged: lambda event, _: self.gate.staged(event.engine_id, event.version),
+            PublicationBegun: self._on_begun,
+            UpdateStaged: self._on_staged,
             UpdateCommitted: self._on_committed,
             UpdateFailed: self._on_update_failed,
         }
@@ -102,6 +102,7 @@ class Frame(ABC):
         for an event that the lifecycle does not allow.
         """
         actions = self._handlers[type(event)](event, now_s)
+        actions += self._swap_engines(now_s)
         for program_id in self._leases.expired(self._programs, now_s):
             self._has_expired(self._programs[program_id])
             actions.append(Expire(program_id))
@@ -112,7 +113,7 @@ class Frame(ABC):
     def wake_at_s(self) -> float | None:
         """When a Tick is due: a lease ends or the policy wants to look again."""
         look_s = self._look_again_s()
-        wake_s = min(self._leases.next_s, NEVER if look_s is None else look_s)
+        wake_s = min(self._leases.next_s, self.gate.wake_at_s(), NEVER if look_s is None else look_s)
         return None if wake_s == NEVER else wake_s
 
     def snapshot(self) -> Snapshot:
@@ -259,6 +260,7 @@ class Frame(ABC):
 
     def _on_turn_ended(self, program: Program, event: TurnEnded, now_s: float) -> None:
         self._move(program, Move.CALL_TOOL, now_s)
+        program.has_sampled = True
         self._turn_is_known(program, event, now_s)
         program.lacks_engine(event.footprint, 0)
         program.tool = self._awaited(event.tools)
@@ -274,6 +276,13 @@ class Frame(ABC):
         self._tool_is_known(program, acted_s, event.queued_s, now_s)
         self._note(program, Reason.ORDER, now_s)
         self._became_runnable(program, now_s)
+
+    def _on_interrupted(self, program: Program, event: Interrupted, now_s: float) -> None:
+        """What KV it leaves behind may still be found by what it sends next."""
+        program.has_sampled = program.has_sampled or event.tokens > 0
+        if not program.has_sampled:
+            program.began = None
+        self._give_up_kv(program, Move.LOSE_ENGINE, now_s)
 
     def _on_answered(self, program: Program, event: object, now_s: float) -> None:
         del event
@@ -307,29 +316,6 @@ class Frame(ABC):
         self._empty(event.engine_id, Move.LOSE_ENGINE, now_s)
         self._engines.pop(event.engine_id, None)
         return self.gate.leave(event.engine_id)
-
-    def _on_draining(self, event: EngineDraining, now_s: float) -> list[Action]:
-        self.gate.close(event.engine_id, event.reason)
-        idle = [p.id for p in self._held_on(self._engines[event.engine_id]) if p.phase is not Phase.REASONING]
-        self._empty(event.engine_id, Move.EVICT, now_s)
-        return [Evict(program_id, event.engine_id) for program_id in idle]
-
-    def _on_committed(self, event: UpdateCommitted, now_s: float) -> list[Action]:
-        if event.dropped_kv and self.gate.expects_commit(event.engine_id, event.version):
-            self._empty(event.engine_id, Move.EVICT, now_s)
-        return self.gate.committed(event.engine_id, event.version)
-
-    def _on_update_failed(self, event: UpdateFailed, now_s: float) -> list[Action]:
-        del now_s
-        return self.gate.failed(event.engine_id, event.version, event.reason)
-
-    def _empty(self, engine_id: EngineId, move: Move, now_s: float) -> None:
-        """The engine has lost KV: of every program, or (EVICT) of those between turns."""
-        seat = self._engines.get(engine_id)
-        for program in self._held_on(seat) if seat else []:
-            decoding = program.phase is Phase.REASONING
-            if not (decoding and move is Move.EVICT):
-                self._give_up_kv(program, move, now_s)
 
     # ---- time ----
 
@@ -368,9 +354,10 @@ class Frame(ABC):
         self._move(program, Move.DECODE, now_s)
         self._note(program, None, now_s)
         program.engine, program.turn = seat, program.turn + 1
+        program.began = program.began or self.gate.version(seat.id)
         program.decoding_since_s = now_s
         seat.decoding.add(program.id)
-        return Decode(program.id, seat.id, program.turn)
+        return Decode(program.id, seat.id, program.turn, program.required)
 
     def _give_up_kv(self, program: Program, move: Move, now_s: float) -> None:
         """EVICT or LOSE_ENGINE: the program goes on without its KV."""
@@ -397,4 +384,4 @@ def _only_renew(program: Program, event: Heard, now_s: float) -> None:
 
 def _is_overtaken(program: Program, event: ProgramEvent) -> bool:
     """Whether the turn was lost with its engine, and this is the engine's last word."""
-    return isinstance(event, TurnEnded) and program.phase is Phase.WAITING
+    return isinstance(event, TurnEnded | Interrupted) and program.phase is Phase.WAITING

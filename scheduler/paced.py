@@ -16,15 +16,15 @@ from sostenuto.scheduler.actions import (
     Slowed,
     TurnEnded,
 )
-from sostenuto.scheduler.books import Books
 from sostenuto.scheduler.program import Program
 from sostenuto.scheduler.seat import Seat
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.scheduler.slowness import Slowness
+from sostenuto.scheduler.versioned import Versioned
 from sostenuto.types import EngineId
 
 
-class Paced(Books):
+class Paced(Versioned):
     """Books that keep the pace of engines, too."""
 
     def __init__(
@@ -88,6 +88,6 @@ class Paced(Books):
         """Whether another engine takes requests and could hold whatever this one could."""
         pool = self._seats[engine_id].kv.capacity_tokens
         return any(
-            seat.id != engine_id and self.gate.may_start(seat.id) and seat.kv.capacity_tokens >= pool
+            seat.id != engine_id and self.gate.serves(seat.id) and seat.kv.capacity_tokens >= pool
             for seat in self._seats.values()
         )

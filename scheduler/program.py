@@ -9,6 +9,7 @@ from sostenuto.scheduler.actions import NO_CLAIM, SandboxClaim, Submitted
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.scheduler.lifecycle import Phase
+from sostenuto.scheduler.requirements import ANY, Requirement
 from sostenuto.types import EngineId, GroupId, ProgramId, Version
 
 _NOTHING = Footprint(0)
@@ -54,6 +55,16 @@ class Program:
     sandbox: SandboxClaim = NO_CLAIM
     has_environment: bool = True
     is_urgent: bool = False
+    requires: Requirement = ANY
+    began: Version | None = None
+    """What its first turn was granted under."""
+    has_sampled: bool = False
+    """Whether something came of that."""
+    slack: int | None = None
+    """So many versions may open over the one that it began with until its record is too stale to be trained;
+    None: any number."""
+    pinned_to: Version | None = None
+    """While an engine still has this version, it goes on under it and under no other."""
     submitted_s: float = 0.0
     expires_s: float = NEVER
     """A queued program holds nothing and needs no lease."""
@@ -102,9 +113,17 @@ class Program:
             sandbox=event.sandbox,
             has_environment=event.has_environment,
             is_urgent=event.is_urgent,
+            requires=event.requires,
             submitted_s=now_s,
             since_s=now_s,
         )
+
+    @property
+    def required(self) -> Requirement:
+        """What its next turn requires."""
+        if self.pinned_to is not None:
+            return Requirement.exactly(self.pinned_to)
+        return self.requires.of(self.began)
 
     def lacks_engine(self, footprint: Footprint, turn_tokens: int) -> None:
         """Its context is known, and its next turn adds at most `turn_tokens`."""

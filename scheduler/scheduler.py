@@ -49,7 +49,7 @@ class Scheduler(Paced):
 
     def _decide(self, now_s: float) -> list[Action]:
         actions = self._keep_pace(now_s)
-        self._follow_version()
+        actions += self._follow_gate(now_s)
         if now_s >= self._swept_s + _SWEEP_S:
             actions += self._sweep(now_s)
         if not len(self.patience):
@@ -78,7 +78,7 @@ class Scheduler(Paced):
         if not self.patience.is_anybody_due(now_s - self._settings.patience_s):
             return []
         for seat in self._roster.claimed_and_stirred():
-            if not self.gate.may_start(seat.id):
+            if seat.claimed_by is not None and not self._admits(seat.claimed_by, seat):
                 seat.unclaim()
         if self._roster.has_unclaimed:
             self._claim_for_the_due(now_s)
@@ -99,12 +99,12 @@ class Scheduler(Paced):
         """Where its KV is; else the engine that has least to end before it fits."""
         home = self.seat_of(program)
         if home is not None:
-            return home if home.claimed_by is None and self.gate.may_start(home.id) else None
+            return home if home.claimed_by is None and self._admits(program, home) else None
         return loosest(
             seat
             for seat in self._seats.values()
             if seat.claimed_by is None
-            and self.gate.may_start(seat.id)
+            and self._admits(program, seat)
             and seat.could_ever_hold(program.wanted)
         )
 
@@ -112,7 +112,7 @@ class Scheduler(Paced):
         """Start the program that the engine is kept clear for as soon as it fits."""
         if self.seat_of(program) is seat and not seat.could_ever_hold(program.wanted):
             return self._outgrown(program, seat, now_s)
-        if seat.free_slots <= 0 or not self.gate.may_start(seat.id):
+        if seat.free_slots <= 0 or not self._admits(program, seat):
             return []
         needed = seat.kv.missing_tokens(program.id, program.wanted)
         victims = seat.clear(program, needed, now_s, FIRST) if needed else []
@@ -128,9 +128,9 @@ class Scheduler(Paced):
     def _resume(self, seat: Seat, now_s: float) -> list[Action]:
         """Programs that hold KV on `seat` and have their result."""
         actions: list[Action] = []
-        if not self.gate.may_start(seat.id):
-            return self._forsake(seat, now_s)
-        while seat.claimed_by is None and seat.may_resume:
+        if self._particular or not self.gate.may_start(seat.id):
+            actions += self._forsake(seat, now_s)
+        while self._is_open(seat) and seat.claimed_by is None and seat.may_resume:
             started = self._resume_first(seat, now_s)
             actions += started
             if not started:
@@ -144,7 +144,7 @@ class Scheduler(Paced):
             if seat.free_slots <= 0:
                 self._note(program, Reason.SLOTS, now_s)
                 break
-            if program.id not in seat.ready:
+            if program.id not in seat.ready or not self._admits(program, seat):
                 continue
             if not seat.could_ever_hold(program.wanted):
                 actions += self._outgrown(program, seat, now_s)
@@ -158,11 +158,12 @@ class Scheduler(Paced):
         return actions
 
     def _forsake(self, seat: Seat, now_s: float) -> list[Action]:
-        """Programs with KV on an engine that takes no requests go elsewhere, where one does."""
-        elsewhere = any(self.gate.may_start(other.id) for other in self._seats.values())
+        """Programs with KV on an engine that takes none of their requests go elsewhere, where one does."""
         actions: list[Action] = []
         for program in list(seat.ready.last_first()):
-            if elsewhere:
+            if self._admits(program, seat):
+                continue
+            if not self.gate.is_changing(seat.id) and self._is_met(program):
                 self._give_up_kv(program, Move.EVICT, now_s)
                 actions.append(Evict(program.id, seat.id))
             else:
@@ -229,7 +230,7 @@ class Scheduler(Paced):
         Who has to wait for another engine does not stand in the way of others.
         """
         first = self._waiting.first_of(_LOOK_PAST)
-        able = [seat for seat in seats if seat.claimed_by is None and self.gate.may_start(seat.id)]
+        able = [seat for seat in seats if seat.claimed_by is None and self._is_open(seat)]
         if not able or all(map(self._roster.fits_all, (program.wanted for program in first))):
             return first
         tries = {seat.id: _LOOK_PAST for seat in able}
@@ -248,7 +249,7 @@ class Scheduler(Paced):
             for seat in seats
             if seat.claimed_by is None
             and seat.free_slots > 0
-            and self.gate.may_start(seat.id)
+            and self._admits(program, seat)
             and seat.could_ever_hold(program.wanted)
         ]
 
@@ -276,7 +277,7 @@ class Scheduler(Paced):
         if refused := self._refuse(program):
             return refused
         verified = any(
-            self.gate.may_start(seat.id) and seat.could_ever_hold(program.wanted)
+            self._admits(program, seat) and seat.could_ever_hold(program.wanted)
             for seat in self._seats.values()
         )
         self._note(program, Reason.SLOTS if verified else Reason.VERSION, now_s)

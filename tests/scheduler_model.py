@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from sostenuto.scheduler.actions import EngineJoined
 from sostenuto.scheduler.kv import Footprint, Segment
 from sostenuto.scheduler.lifecycle import Phase
+from sostenuto.scheduler.requirements import ANY, Requirement
+from sostenuto.scheduler.update_terms import UpdateTerms
 from sostenuto.types import EngineId, GroupId, SandboxRung, Version
 
 TURN = 10
@@ -17,6 +19,21 @@ SYSTEM = Segment("system", 30)
 GROUPS = [GroupId("red"), GroupId("blue")]
 TOOLS = ("bash", "read", "")
 STEP_S = st.floats(0, 0.4)
+REQUIRED = [
+    Requirement(pinned=True),
+    Requirement.at_least(Version(0, 1)),
+    Requirement.exactly(Version(0, 0)),
+    Requirement.exactly(Version(0, 1)),
+]
+TERMS = st.builds(
+    UpdateTerms,
+    running=st.sampled_from(["finish", "continue", "retract", "abort"]),
+    acting=st.sampled_from(["keep", "recompute", "pin"]),
+    finish_within_s=st.sampled_from([0.0, 1.0, 50.0]),
+    quorum=st.sampled_from([1, 0.5]),
+    deadline_s=st.sampled_from([0.0, 0.5]),
+    late=st.sampled_from(["drain", "quarantine"]),
+)
 
 
 @dataclass(slots=True)
@@ -26,8 +43,6 @@ class Engine:
     block: int
     host_tokens: int
     gives_up_parts: bool = False
-    open: bool = True
-    """Serves a verified version."""
 
     def joined(self, engine_id: EngineId, version: Version) -> EngineJoined:
         return EngineJoined(
@@ -76,6 +91,7 @@ class Agent:
     """Of its sandbox; None: it has none."""
     since_s: float = 0.0
     """When its phase began."""
+    requires: Requirement = ANY
 
     @property
     def runnable(self) -> bool:

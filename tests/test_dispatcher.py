@@ -13,6 +13,7 @@ from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.publishing import UpdatePolicy
 from sostenuto.scheduler.settings import SchedulerSettings
+from sostenuto.scheduler.update_terms import DEFAULT, KEEP_ALL
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, Limits, OutcomeKind, StopReason, ToolStatus, Version
 
@@ -30,7 +31,7 @@ async def dispatching(
         {E0: engine},
         tools,
         FakeRenderer(),
-        update=UpdatePolicy(keep_kv=keep_kv),
+        update=UpdatePolicy(KEEP_ALL if keep_kv else DEFAULT),
     ) as dispatcher:
         yield dispatcher
 

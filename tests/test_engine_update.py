@@ -9,7 +9,13 @@ from transformers import PreTrainedModel
 
 from engine_models import Desk, load, make_core, make_folder, prompt, publish, reference_logprobs
 from sostenuto.runtime.engines.embedded.refusal import Refusal
-from sostenuto.runtime.engines.wire import CommitReply, CommitRequest, ScoreReply, ScoreRequest
+from sostenuto.runtime.engines.wire import (
+    CommitReply,
+    CommitRequest,
+    FinishReason,
+    ScoreReply,
+    ScoreRequest,
+)
 from sostenuto.trainer.publication.manifest import Manifest
 from test_engine_core import assert_exact
 
@@ -205,3 +211,17 @@ def test_a_commit_that_fails_half_way_stops_the_engine_until_a_full_update(
     update(desk, manifest)
     reply = desk.turn("c", prompt(9))
     assert_exact(new, prompt(9), reply.token_ids, reply.logprobs)
+
+
+def test_what_asks_for_exactly_a_version_is_served_by_no_other(desk: Desk, manifest: Manifest):
+    start(desk, "a", exact_version="0.0")
+    with pytest.raises(Refusal, match=r"exact_version: 0\.1 is wanted, 0\.0 is served"):
+        desk.submit("b", prompt(9), exact_version="0.1")
+    with pytest.raises(Refusal, match="'one' is not EPOCH"):
+        desk.submit("b", prompt(9), exact_version="one")
+    update(desk, manifest, running="continue")
+    reply = desk.reply("a")
+    assert reply.finish_reason is FinishReason.ABORT
+    assert 0 < len(reply.token_ids) < 16
+    assert [span.version for span in reply.versions] == ["0.0"]
+    assert desk.turn("b", prompt(9), exact_version="0.1").versions[0].version == "0.1"

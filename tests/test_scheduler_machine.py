@@ -5,6 +5,7 @@ events at the same times and has to say the same.
 """
 
 from collections import deque
+from dataclasses import replace
 from math import inf
 
 from hypothesis import settings
@@ -17,7 +18,9 @@ from scheduler_model import (
     GROUPS,
     LEASE_S,
     PATIENCE_S,
+    REQUIRED,
     STEP_S,
+    TERMS,
     TOOLS,
     TURN,
     Agent,
@@ -37,6 +40,8 @@ from sostenuto.scheduler.actions import (
     Expire,
     Finished,
     Heard,
+    Interrupt,
+    Interrupted,
     MoveSandbox,
     Offload,
     Opened,
@@ -55,14 +60,18 @@ from sostenuto.scheduler.actions import (
     ToolServerJoined,
     TurnCost,
     TurnEnded,
+    Unserved,
     UpdateCommitted,
     UpdateFailed,
     UpdateStaged,
 )
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.scheduler.lifecycle import Phase
+from sostenuto.scheduler.program import Reason
+from sostenuto.scheduler.requirements import ANY, Requirement
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings
+from sostenuto.scheduler.update_terms import UpdateTerms
 from sostenuto.types import EngineId, GroupId, ProgramId, SandboxRung, Version
 
 
@@ -80,6 +89,8 @@ class Shell(RuleBasedStateMachine):
         self.version = Version(0, 0)
         self.staging: set[EngineId] = set()
         self.committing: set[EngineId] = set()
+        self.served: dict[EngineId, Version] = {}
+        """What is verified on engines that are not quarantined."""
         self.events: deque[Event] = deque()
         self.sandboxes: int | None = None
         """How many the tool server has memory for."""
@@ -121,24 +132,50 @@ class Shell(RuleBasedStateMachine):
                 self.events.append(SandboxMoved(program_id, rung, 0.1))
             case StageUpdate(engine_id):
                 self.staging.add(engine_id)
-            case CommitUpdate(engine_id):
+            case CommitUpdate(engine_id, version):
+                assert version == self.version
                 self.committing.add(engine_id)
+            case Interrupt(engine_id):
+                for program_id, agent in list(self.agents.items()):
+                    if agent.engine == engine_id and agent.phase is Phase.REASONING:
+                        self.interrupt(program_id)
             case Quarantine(engine_id):
-                self.engines[engine_id].open = False
-            case Opened() | PublicationFailed():
+                self.served.pop(engine_id, None)
+            case Unserved(program_id, wanted, deployed):
+                assert not wanted.allows(deployed)
+                assert not any(wanted.allows(version) for version in self.lasting())
+                self.over(program_id)
+            case Opened(version):
+                assert version == self.version
+                assert version in self.served.values()
+            case PublicationFailed():
                 assert not self.staging
             case _:
                 raise AssertionError(action)
 
     def decode(self, action: Decode) -> None:
-        agent, engine = self.agents[action.program_id], self.engines[action.engine_id]
+        agent = self.agents[action.program_id]
         assert agent.runnable
-        assert engine.open
+        served = self.served[action.engine_id]
+        assert action.engine_id not in self.committing
+        assert action.requires.allows(served)
+        pinned = action.requires == Requirement.exactly(served)
+        assert served == self.scheduler.gate.deployed or (pinned and served < self.version)
         assert action.turn == agent.turn + 1
         agent.turn = action.turn
         assert agent.rung is SandboxRung.RUNNING
         agent.engine, agent.holds, agent.host = action.engine_id, agent.wanted, None
         self.enter(action.program_id, Phase.REASONING)
+
+    def lasting(self) -> list[Version]:
+        """What engines serve that are not about to change."""
+        return [version for id_, version in self.served.items() if id_ not in self.committing]
+
+    def interrupt(self, program_id: ProgramId) -> None:
+        agent = self.agents[program_id]
+        agent.engine = None
+        self.enter(program_id, Phase.WAITING)
+        self.events.append(Interrupted(program_id, agent.turn, 1))
 
     def evict(self, program_id: ProgramId, engine_id: EngineId) -> None:
         agent = self.agents[program_id]
@@ -174,6 +211,7 @@ class Shell(RuleBasedStateMachine):
         return [agent for agent in self.agents.values() if agent.engine == engine_id]
 
     def joined(self, engine_id: EngineId) -> EngineJoined:
+        self.served[engine_id] = self.scheduler.gate.deployed or self.version
         return self.engines[engine_id].joined(engine_id, self.scheduler.gate.deployed or self.version)
 
     # ---- what happens to programs ----
@@ -186,15 +224,23 @@ class Shell(RuleBasedStateMachine):
             self.engines[EngineId(f"e{number}")] = engine
             self.feed(self.joined(EngineId(f"e{number}")))
 
-    @rule(group=st.sampled_from([None, *GROUPS]), until=st.none() | st.integers(0, 3), after_s=STEP_S)
-    def submit(self, group: GroupId | None, until: int | None, after_s: float) -> None:
+    @rule(
+        group=st.sampled_from([None, *GROUPS]),
+        until=st.none() | st.integers(0, 3),
+        after_s=STEP_S,
+        requires=st.sampled_from([ANY, ANY, ANY, *REQUIRED]),
+    )
+    def submit(
+        self, group: GroupId | None, until: int | None, after_s: float, requires: Requirement = ANY
+    ) -> None:
         self.count += 1
         program_id = ProgramId(f"p{self.count:03}")
-        self.agents[program_id] = Agent(footprint=Footprint(0, shared_of(group)))
+        self.agents[program_id] = Agent(footprint=Footprint(0, shared_of(group)), requires=requires)
         trainable = None if until is None else Version(0, until)
         urgent = group is None and self.count % 3 == 0
         claim = SandboxClaim(memory_bytes=1)
-        self.feed(Submitted(program_id, LEASE_S, group, 3, trainable, claim, is_urgent=urgent), after_s)
+        submitted = Submitted(program_id, LEASE_S, group, 3, trainable, claim, is_urgent=urgent)
+        self.feed(replace(submitted, requires=requires), after_s)
 
     @rule(data=st.data(), tokens=st.integers(1, 110), after_s=STEP_S)
     def prepared(self, data: st.DataObject, tokens: int, after_s: float) -> None:
@@ -292,6 +338,7 @@ class Shell(RuleBasedStateMachine):
             del self.engines[engine_id]
             self.staging.discard(engine_id)
             self.committing.discard(engine_id)
+            self.served.pop(engine_id, None)
             for program_id, agent in self.agents.items():
                 agent.host = None if agent.host == engine_id else agent.host
                 if agent.engine == engine_id:
@@ -307,10 +354,12 @@ class Shell(RuleBasedStateMachine):
             self.feed(self.joined(engine_id))
 
     @precondition(lambda self: self.scheduler.gate.publishing is None and self.engines)
-    @rule()
-    def publish(self) -> None:
-        self.version = self.version.next()
-        self.feed(PublicationBegun(self.version))
+    @rule(terms=TERMS)
+    def publish(self, terms: UpdateTerms) -> None:
+        # A late engine that swaps takes in the next version as soon as it has this one.
+        if not self.committing:
+            self.version = self.version.next()
+            self.feed(PublicationBegun(self.version, terms))
 
     @precondition(lambda self: self.staging)
     @rule(fails=st.booleans())
@@ -327,7 +376,8 @@ class Shell(RuleBasedStateMachine):
     def is_committed(self, drops: bool) -> None:
         engine_id = min(self.committing)
         self.committing.discard(engine_id)
-        self.engines[engine_id].open = True
+        assert self.served.get(engine_id, self.version) <= self.version
+        self.served[engine_id] = self.version
         for program_id, agent in self.agents.items():
             if drops and agent.host == engine_id:
                 agent.host = None
@@ -346,9 +396,13 @@ class Shell(RuleBasedStateMachine):
         self.feed(Tick(), 1.0)
         self.feed(Tick(), 1.0)
         for engine_id, engine in self.engines.items():
-            if engine.open and all(a.phase is not Phase.REASONING for a in self.holders(engine_id)):
+            if self.scheduler.gate.may_start(engine_id) and all(
+                a.phase is not Phase.REASONING for a in self.holders(engine_id)
+            ):
+                waits = self.scheduler.snapshot().waits_for
                 able = [id_ for id_, agent in self.agents.items() if self.could_go(agent, engine_id, engine)]
-                assert able == []
+                assert all(waits[id_] is Reason.VERSION for id_ in able)
+                assert all(self.agents[id_].requires is not ANY for id_ in able)
 
     def could_go(self, agent: Agent, engine_id: EngineId, engine: Engine) -> bool:
         if agent.rung is not SandboxRung.RUNNING:
@@ -380,7 +434,11 @@ class Shell(RuleBasedStateMachine):
     def phases_are_as_the_shell_sees_them(self) -> None:
         snapshot = self.scheduler.snapshot()
         assert snapshot.phases == {id_: agent.phase for id_, agent in self.agents.items()}
-        assert len(self.scheduler.patience) == sum(agent.runnable for agent in self.agents.values())
+        waits = self.scheduler.snapshot().waits_for
+        runnable = [id_ for id_, agent in self.agents.items() if agent.runnable]
+        in_line = {program.id for program in self.scheduler.patience.everybody()}
+        assert in_line <= set(runnable)
+        assert all(waits[id_] is Reason.VERSION for id_ in runnable if id_ not in in_line)
 
     @invariant()
     def whoever_waits_has_a_reason(self) -> None:
@@ -389,8 +447,8 @@ class Shell(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When all programs have ended, however, everything is back."""
-        for program_id in list(self.agents):
-            self.over(program_id)
+        while self.agents:
+            self.over(next(iter(self.agents)))
             self.feed(self.events.pop())
         snapshot = self.scheduler.snapshot()
         assert snapshot.phases == snapshot.waits_for == {}

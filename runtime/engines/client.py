@@ -20,7 +20,7 @@ import anyio
 from anyio.abc import Process
 from pydantic import BaseModel, ValidationError
 
-from sostenuto.errors import EngineError
+from sostenuto.errors import EngineError, VersionRefused
 from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
 from sostenuto.runtime.engines.http import HttpRefusal
 from sostenuto.runtime.engines.wire import (
@@ -196,11 +196,17 @@ class EngineClient:
                 if line.startswith(REPLY_LINE):
                     return line[len(REPLY_LINE) : -2], told
                 if line.startswith(ERROR_LINE):
-                    raise EngineError(f"{self._where('generate')}: {_refusal(response.status, line)}")
+                    raise self._refused(response.status, line, "generate")
                 span = self._span(line, told)
                 told += len(span.token_ids)
                 spans(span)
         raise self._broken_stream(told, "it ended without a reply")
+
+    def _refused(self, status: int, content: bytes, route: str) -> EngineError:
+        said, code = _refusal(status, content)
+        message = f"{self._where(route)}: {said}"
+        is_of_version = route == "generate" and code == "version"
+        return VersionRefused(message) if is_of_version else HttpRefusal(message, status=status, said=said)
 
     def _span(self, line: bytes, told: int) -> WireSpan:
         try:
@@ -232,9 +238,7 @@ class EngineClient:
             with anyio.fail_after(limit_s):
                 async with self._session.request(method, f"http://engine/{route}", data=body) as response:
                     if response.status != 200:
-                        said = _refusal(response.status, await response.read())
-                        where = self._where(route)
-                        raise HttpRefusal(f"{where}: {said}", status=response.status, said=said)
+                        raise self._refused(response.status, await response.read(), route.partition("?")[0])
                     yield response
         except TimeoutError as exc:
             remedy = "look into its log, or allow it more time"
@@ -375,9 +379,11 @@ def _encoded(body: BaseModel) -> bytes:
     return body.model_dump_json().encode()
 
 
-def _refusal(status: int, content: bytes) -> str:
+def _refusal(status: int, content: bytes) -> tuple[str, str]:
+    """Its words, and what programs tell it by."""
     try:
         refusal = json.loads(content)
-        return f"refused ({status}, {refusal['error']}): {refusal['message']}; {refusal['remedy']}"
+        code = str(refusal["error"])
+        return f"refused ({status}, {code}): {refusal['message']}; {refusal['remedy']}", code
     except (ValueError, KeyError, TypeError):
-        return f"answered {status}: {content[:200].decode(errors='replace')}"
+        return f"answered {status}: {content[:200].decode(errors='replace')}", ""

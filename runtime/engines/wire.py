@@ -53,6 +53,8 @@ class Feature(StrEnum):
     GRAMMAR = "grammar"
     TOP_LOGPROBS = "top_logprobs"
     ROUTED_EXPERTS = "routed_experts"
+    KV_AGE = "kv_age"
+    """Gives up KV by the version that computed it."""
     ADAPTERS = "adapters"
     """LoRA adapters, chosen by each request."""
 
@@ -135,7 +137,10 @@ class GenerateRequest(Wire):
     hold: bool = True
     """Keep the program's KV when the turn ends, until `release`."""
     min_version: str | None = None
-    """Refused (409) while the engine serves an older one."""
+    """Refused (409, "version") while the engine serves an older one."""
+    exact_version: str | None = None
+    """Refused (409, "version") while the engine serves another one; ended with the tokens it has
+    (FinishReason.ABORT) when the engine goes on to another."""
     priority: int = 0
     """Among requests that wait in the engine, higher goes first."""
     adapter: str | None = None
@@ -361,6 +366,8 @@ class CommitRequest(Wire):
     """Requests in flight: go on with the KV they have, or prefill it again under the new weights."""
     held: Literal["keep", "drop"] = "drop"
     """KV of programs between turns."""
+    oldest_kv: str | None = None
+    """With Feature.KV_AGE: of what may go on, KV that an older version has computed does not."""
 
 
 class CommitReply(Wire):
@@ -369,3 +376,5 @@ class CommitReply(Wire):
     """How long decoding stood still."""
     recomputed_requests: int
     dropped_programs: int
+    dropped: list[str] = []
+    """Programs that lost held KV by `oldest_kv` alone."""

@@ -14,7 +14,7 @@ from functools import partial
 
 import anyio
 
-from sostenuto.errors import ProgramError
+from sostenuto.errors import ProgramError, VersionUnavailable
 from sostenuto.records import Experts, Sequence
 from sostenuto.runtime.drive import Surroundings
 from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest, Spans
@@ -22,15 +22,17 @@ from sostenuto.runtime.gateway.record import called, record_for
 from sostenuto.runtime.gateway.turn import Ask, Refused, Standing, Told
 from sostenuto.runtime.place import Place
 from sostenuto.runtime.turn_costs import cost_of, used_by
-from sostenuto.runtime.turn_stream import TurnStream, joined
+from sostenuto.runtime.turn_stream import TurnStream, joined, unserved, versions_of
 from sostenuto.scheduler.actions import (
     Decode,
     Heard,
+    Interrupted,
     Prepared,
     Refuse,
     Submitted,
     ToolReturned,
     TurnEnded,
+    Unserved,
 )
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.types import EngineId, ProgramId, Usage
@@ -161,7 +163,7 @@ class Lane:
         spans: Spans | None,
     ) -> Told:
         around = self._home.around
-        stream = TurnStream(lambda _, span: spans(span), around.now_s) if spans else None
+        stream = TurnStream((lambda _, span: spans(span)) if spans else None, around.now_s)
         await self._lack_engine(room)
         before = self._home.waits_of(self.id)
         while True:
@@ -171,9 +173,11 @@ class Lane:
             began_s = around.now_s()
             self._engine_ids.add(grant.engine_id)
             self.record.sent()
-            parts = await self._sampled(grant, request, stream)
+            parts = await stream.sampled(grant.engine_id, request, around.generate)
             if parts:
                 break
+            if stream.interrupted is not None:
+                around.report(Interrupted(self.id, grant.turn, stream.interrupted))
         if not request.hold:
             self._engine_ids.discard(grant.engine_id)
         ended_s = around.now_s()
@@ -188,16 +192,6 @@ class Lane:
         return Told(
             reply=reply, turn=turns[-1], prompt_token_ids=prompt, standing=standing, waited_s=waited_s
         )
-
-    async def _sampled(
-        self, grant: Decode, request: GenerateRequest, stream: TurnStream | None
-    ) -> list[GenerateReply]:
-        """In one part for each engine that sampled; empty when the last one was lost."""
-        generate = self._home.around.generate
-        if stream is not None:
-            return await stream.sampled(grant.engine_id, request, generate)
-        reply = await generate(grant.engine_id, request)
-        return [] if reply is None else [reply]
 
     def _report_turn(self, turn: int, tools: tuple[str, ...], reply: GenerateReply) -> None:
         self._home.around.report(TurnEnded(self.id, turn, self._footprint(), tools, cost_of(reply)))
@@ -231,11 +225,13 @@ class Lane:
                 field="max_tokens",
                 code="context_length_exceeded",
             )
+        if isinstance(grant, Unserved):
+            raise VersionUnavailable(unserved(grant))
         assert isinstance(grant, Decode), grant
         return grant
 
     def _request(self, ask: Ask, room: int, seed: int, grant: Decode, *, hold: bool) -> GenerateRequest:
-        return GenerateRequest(
+        request = GenerateRequest(
             request_id=f"{self.id}/{self.calls}/{grant.turn}",
             program_id=self.id,
             token_ids=self.record.token_ids.copy(),
@@ -247,6 +243,7 @@ class Lane:
             top_logprobs=ask.top_logprobs,
             routed_experts=ask.routed_experts or self._home.routed_experts,
         )
+        return request.model_copy(update=versions_of(grant.requires))
 
     def _lost(self, reason: str) -> None:
         del reason

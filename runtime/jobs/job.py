@@ -19,6 +19,7 @@ from sostenuto.runtime.jobs.reward_model import RewardModel, check_reward_models
 from sostenuto.runtime.jobs.rewarding import GroupRewards, LateRewards
 from sostenuto.runtime.jobs.sampling import Sampling
 from sostenuto.runtime.jobs.teacher import Teacher, check_teachers
+from sostenuto.scheduler.update_terms import DEFAULT, KEEP_ALL, UpdateTerms
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.trainer.algorithms import GRPO, Algorithm
 from sostenuto.trainer.parts import CriticModel
@@ -161,6 +162,8 @@ class RLJob(_Job):
     """Versions that a batch may lag behind when it is used; 0: generation waits for learning."""
     kv_at_update: Literal["recompute", "keep"] = "recompute"
     """What new weights do to KV of the old ones: compute it anew, or go on with it."""
+    at_update: UpdateTerms | None = None
+    """In place of `kv_at_update`: all that can be chosen about a change of version."""
     sampler: str | Sampler = "fifo"
     """Which groups make a batch: fifo, in_order, ready_first, windowed:N; or one of your own."""
     refills: int = 1
@@ -202,6 +205,11 @@ class RLJob(_Job):
                 "critic: no critic of this method begins as a model; "
                 'give algorithm.critic = { kind = "model" }, or leave it out'
             )
+
+    @property
+    def update_terms(self) -> UpdateTerms:
+        """What each of its publications does."""
+        return _update_terms(self)
 
     @property
     def algorithms(self) -> tuple[Algorithm, ...]:
@@ -250,6 +258,8 @@ class RolloutJob(_Job):
     """What becomes of a group with equal rewards: you get it, or it is dropped and another one is sampled."""
     kv_at_update: Literal["recompute", "keep"] = "recompute"
     """What new weights do to KV of the old ones: compute it anew, or go on with it."""
+    at_update: UpdateTerms | None = None
+    """In place of `kv_at_update`: all that can be chosen about a change of version."""
     routed_experts: bool = False
     """Record which experts of a mixture-of-experts model each token was routed to."""
     sampler: str | Sampler = "fifo"
@@ -271,11 +281,24 @@ class RolloutJob(_Job):
         if self.zero_spread == "replace" and self.group_size == 1:
             raise ConfigError("zero_spread: 'replace' and group_size 1; one reward has no spread, use 'keep'")
 
+    @property
+    def update_terms(self) -> UpdateTerms:
+        """What each of its publications does."""
+        return _update_terms(self)
+
     def task_source(self) -> TaskSource:
         return _source_of(self.tasks, self.seed)
 
 
+def _update_terms(job: RLJob | RolloutJob) -> UpdateTerms:
+    if job.at_update is not None:
+        return job.at_update
+    return KEEP_ALL if job.kv_at_update == "keep" else DEFAULT
+
+
 def _check_flow(job: RLJob | RolloutJob) -> None:
+    if job.at_update is not None and job.kv_at_update != "recompute":
+        raise ConfigError("kv_at_update: at_update says it already; give one of them")
     open_sampler(job.sampler).check(job.groups_per_step)
     job.check_rewards(job.tasks)
     if job.refills < 0:

@@ -71,7 +71,7 @@ async def reinforce(job: RLJob, premises: Premises, say: Say, past: Past = NOTHI
             open_workshop(
                 scored,
                 job,
-                keep_kv=job.kv_at_update == "keep",
+                at_update=job.update_terms,
                 of_agents=job.is_agent,
                 around=premises.awaiting(
                     job.late_rewards,

@@ -79,14 +79,13 @@ class Desk:
 
     async def _run(self, premises: Premises, say: Say) -> JobResult:
         job, diary = self.job, Diary(anyio.current_time())
-        keep_kv = job.kv_at_update == "keep"
         with lone_error():
             async with (
                 open_reward_models(job, premises) as scored,
                 open_workshop(
                     scored,
                     job,
-                    keep_kv=keep_kv,
+                    at_update=job.update_terms,
                     of_agents=job.is_agent,
                     around=premises.awaiting(job.late_rewards, say),
                 ) as shop,

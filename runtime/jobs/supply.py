@@ -341,6 +341,9 @@ class GroupSupply:
             # Where groups are judged, it is the judged one that shows that something comes.
             self._lost = self._lost if self._judges else _Lost()
             return
+        if trajectory.outcome.kind is OutcomeKind.DROPPED:
+            # It came too late, and nothing was wrong with it.
+            return
         self._lost.programs += 1
         self._lost.reasons.append(str(trajectory.outcome))
 

@@ -32,6 +32,7 @@ from sostenuto.runtime.rollouts import Rollouts, Runner
 from sostenuto.runtime.run_directory import RunDirectory
 from sostenuto.runtime.simulation.traces.recorder import TraceRecorder
 from sostenuto.scheduler.actions import ToolServerJoined
+from sostenuto.scheduler.update_terms import DEFAULT, UpdateTerms
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import Limits, Version
 
@@ -104,7 +105,7 @@ async def open_workshop(
     premises: Premises,
     job: Engaging,
     *,
-    keep_kv: bool = False,
+    at_update: UpdateTerms = DEFAULT,
     of_agents: bool = False,
     around: Around | None = None,
 ) -> AsyncGenerator[Workshop]:
@@ -130,7 +131,7 @@ async def open_workshop(
                 premises.tools,
                 renderer,
                 timeouts=Timeouts(engine_return_s=config.engine_return_s),
-                update=UpdatePolicy(keep_kv=keep_kv),
+                update=UpdatePolicy(at_update),
             ) as dispatcher,
             premises.engines.begun(crew, dispatcher, ground),
         ):

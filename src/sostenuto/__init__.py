@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from sostenuto.runtime.jobs.teacher import Teacher as Teacher
     from sostenuto.runtime.runtime import Runtime as Runtime
     from sostenuto.scheduler.settings import SchedulerSettings as SchedulerSettings
+    from sostenuto.scheduler.update_terms import UpdateTerms as UpdateTerms
     from sostenuto.tools.decorator import tool as tool
     from sostenuto.tools.remote.declared import HttpTool as HttpTool
     from sostenuto.tools.remote.declared import McpServer as McpServer
@@ -131,6 +132,7 @@ _HOME = {
     "ToolError": "errors",
     "ToolServerSettings": "runtime.config",
     "Trajectory": "records",
+    "UpdateTerms": "scheduler.update_terms",
     "Version": "types",
     "WarmStart": "runtime.jobs.job",
     "agent": "envs.agent",
@@ -197,6 +199,7 @@ __all__ = [
     "ToolError",
     "ToolServerSettings",
     "Trajectory",
+    "UpdateTerms",
     "Version",
     "WarmStart",
     "agent",

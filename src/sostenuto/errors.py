@@ -7,8 +7,10 @@
   - Unsupported            this system lacks something that was asked for; names the remedy
   - ProgramError           one program failed; recorded, never fatal to its siblings
     . EngineError          the inference engine refused or broke           (infrastructure)
+      VersionRefused       it does not serve a version that was asked for  (infrastructure)
     . SandboxError         provisioning, exec or file I/O in the sandbox   (infrastructure)
     . Overloaded           too much waits already; says when to try again  (infrastructure)
+      VersionUnavailable   no engine serves a version that is required     (infrastructure)
     . ToolServerError      the tool server refused, broke or went away     (infrastructure)
     . JudgeError           a model that was to score gave no score         (infrastructure)
     . EnvironmentFailure   code the environment's author wrote raised      (environment)
@@ -66,6 +68,10 @@ class EngineError(ProgramError):
     """The inference engine refused or broke."""
 
 
+class VersionRefused(EngineError):  # noqa: N818 - reads as the fact it states
+    """The engine serves no version that the request may be of.  Another one may, or this one later."""
+
+
 class SandboxError(ProgramError):
     """Provisioning, exec or file I/O in the sandbox failed."""
 
@@ -85,6 +91,10 @@ class Overloaded(ProgramError):  # noqa: N818 - reads as the fact it states
         """`retry_after_s`: when it may be worth asking again."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class VersionUnavailable(Overloaded):
+    """No engine serves a version that the program requires, and none will.  Begun anew it may be served."""
 
 
 class EnvironmentFailure(ProgramError):  # noqa: N818 - EnvironmentError is a builtin

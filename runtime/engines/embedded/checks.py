@@ -34,8 +34,11 @@ class Checks:
         if request.sampling.grammar is not None and request.sampling.stop_strings:
             message = "stop_strings: they would cut a text before its grammar is complete"
             raise Refusal(400, "stop_strings", message, "leave them out, or the grammar")
-        if request.min_version is not None:
-            _version(request.min_version, served)
+        least, exact = request.min_version, request.exact_version
+        if least is not None and served < _version("min_version", least):
+            raise _not_served(f"min_version: {least} is wanted, {served} is served")
+        if exact is not None and served != _version("exact_version", exact):
+            raise _not_served(f"exact_version: {exact} is wanted, {served} is served")
         if any(turn.request.request_id == request.request_id for turn in known):
             message = f"request_id: {request.request_id!r} is running"
             raise Refusal(409, "request_id", message, "give each request an id of its own")
@@ -82,12 +85,13 @@ def _tokens(token_ids: list[int], *, below: int) -> None:
         raise Refusal(400, "token_ids", message, "use the tokenizer of the model folder")
 
 
-def _version(text: str, served: Version) -> None:
+def _version(field: str, text: str) -> Version:
     try:
-        wanted = Version.parse(text)
+        return Version.parse(text)
     except ValueError as exc:
-        message = f"min_version: {text!r} is not EPOCH.NUMBER"
-        raise Refusal(400, "min_version", message, "send it as '0.7'") from exc
-    if served < wanted:
-        message = f"min_version: {wanted} is wanted, {served} is served"
-        raise Refusal(409, "version", message, "wait until the update is committed")
+        message = f"{field}: {text!r} is not EPOCH.NUMBER"
+        raise Refusal(400, field, message, "send it as '0.7'") from exc
+
+
+def _not_served(message: str) -> Refusal:
+    return Refusal(409, "version", message, "wait until the update is committed, or ask another engine")

@@ -218,6 +218,7 @@ class Core:
             self._fail_everything()
             raise self._broken(f"{self.weights.broken}: {exc}") from exc
         dropped, recomputed = self._renew(request, swapped.version) if swapped.target else (0, 0)
+        self._end_those_for_another()
         pause_s = time.monotonic() - started_s
         if self._speculator:
             self._speculator.updated(drafter=swapped.drafter)
@@ -232,6 +233,13 @@ class Core:
             recomputed_requests=recomputed,
             dropped_programs=dropped,
         )
+
+    def _end_those_for_another(self) -> None:
+        """Requests for exactly a version that is not served any more keep the tokens they have."""
+        for turn in self._known:
+            exact = turn.request.exact_version
+            if exact is not None and Version.parse(exact) != self._version(turn.adapter):
+                self._finish(turn, FinishReason.ABORT, None)
 
     def _renew(self, request: CommitRequest, version: Version) -> tuple[int, int]:
         """Drop and compute anew what the request says; programs dropped, requests recomputed."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sostenuto.errors import EngineError
+from sostenuto.errors import EngineError, VersionRefused
 from sostenuto.runtime.engines.needs import missing
 from sostenuto.runtime.engines.sglang.bodies import is_truncated
 from sostenuto.runtime.engines.sglang.facts import Facts
@@ -26,11 +26,7 @@ class Checks:
                 f"token_ids: {tokens} tokens and one to sample do not fit into {limit}; shorten the context, "
                 "or start the engine with a larger --context-length and more KV"
             )
-        if request.min_version is not None and self.version(served) < self.version(request.min_version):
-            raise self.error(
-                f"min_version: {request.min_version} is wanted, {served} is served; "
-                "wait until the update is committed"
-            )
+        self._wanted(request, served, "wait until the update is committed")
 
     def score(self, request: ScoreRequest, facts: Facts) -> None:
         self.features(missing(request, facts.features), facts)
@@ -50,12 +46,7 @@ class Checks:
     def versions(self, reply: GenerateReply, request: GenerateRequest) -> None:
         """A server that was started anew serves the weights that it was started with."""
         for span in reply.versions:
-            served = self.version(span.version)
-            if request.min_version is not None and served < self.version(request.min_version):
-                raise self.error(
-                    f"its tokens are of version {span.version}, {request.min_version} is the oldest allowed; "
-                    "was it started anew? Update it"
-                )
+            self._wanted(request, span.version, "was it updated meanwhile, or started anew?")
 
     def version(self, label: str) -> Version:
         """What a label of the server means."""
@@ -64,6 +55,17 @@ class Checks:
         except ValueError as error:
             remedy = "start it with --weight-version EPOCH.NUMBER of its weights, such as 0.0"
             raise self.error(f"weight_version {label!r} is none of ours; {remedy}") from error
+
+    def _wanted(self, request: GenerateRequest, served: str, remedy: str) -> None:
+        least, exact, found = request.min_version, request.exact_version, self.version(served)
+        if least is not None and found < self.version(least):
+            raise VersionRefused(
+                f"{self.where}: min_version: {least} is wanted, {served} is served; {remedy}"
+            )
+        if exact is not None and found != self.version(exact):
+            raise VersionRefused(
+                f"{self.where}: exact_version: {exact} is wanted, {served} is served; {remedy}"
+            )
 
     def error(self, what: str) -> EngineError:
         return EngineError(f"{self.where}: {what}")

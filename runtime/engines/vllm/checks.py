@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sostenuto.errors import EngineError
+from sostenuto.errors import EngineError, VersionRefused
 from sostenuto.runtime.engines.needs import missing
 from sostenuto.runtime.engines.vllm.facts import UNLABELLED, Facts, Route
 from sostenuto.runtime.engines.wire import Feature, GenerateReply, GenerateRequest, ScoreRequest
@@ -27,8 +27,7 @@ class Checks:
             raise self.error(f"top_logprobs: {request.top_logprobs}, and it gives {limit}; {remedy}")
         if facts.route is Route.COMPLETIONS and request.routed_experts:
             raise self.error("routed_experts: start it with --enable-scale-out")
-        if request.min_version is not None:
-            self._at_least(request.min_version, served, "wait until the update is committed")
+        self._wanted(request, served, "wait until the update is committed")
 
     def score(self, request: ScoreRequest, facts: Facts) -> None:
         self.features(missing(request, facts.features), facts)
@@ -49,8 +48,7 @@ class Checks:
     def versions(self, reply: GenerateReply, request: GenerateRequest) -> None:
         """A server that was started anew serves the weights that it was started with."""
         for span in reply.versions:
-            if request.min_version is not None:
-                self._at_least(request.min_version, span.version, "was it started anew? Update it")
+            self._wanted(request, span.version, "was it updated meanwhile, or started anew?")
 
     def version(self, label: str) -> str:
         """What a label of the server means."""
@@ -69,9 +67,16 @@ class Checks:
     def error(self, what: str) -> EngineError:
         return EngineError(f"{self.where}: {what}")
 
-    def _at_least(self, wanted: str, served: str, remedy: str) -> None:
-        if Version.parse(served) < Version.parse(wanted):
-            raise self.error(f"min_version: {wanted} is wanted, {served} is served; {remedy}")
+    def _wanted(self, request: GenerateRequest, served: str, remedy: str) -> None:
+        least, exact, found = request.min_version, request.exact_version, Version.parse(served)
+        if least is not None and found < Version.parse(least):
+            raise VersionRefused(
+                f"{self.where}: min_version: {least} is wanted, {served} is served; {remedy}"
+            )
+        if exact is not None and found != Version.parse(exact):
+            raise VersionRefused(
+                f"{self.where}: exact_version: {exact} is wanted, {served} is served; {remedy}"
+            )
 
     def _tokens(self, token_ids: list[int], facts: Facts) -> None:
         if not token_ids:

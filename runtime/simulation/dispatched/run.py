@@ -32,6 +32,7 @@ from sostenuto.runtime.simulation.world import STALLED_AFTER_S, Stalled
 from sostenuto.scheduler.actions import ToolServerJoined
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.settings import SchedulerSettings
+from sostenuto.scheduler.update_terms import DEFAULT, KEEP_ALL
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.types import EngineId, Limits, Purpose, StopReason, Version
@@ -91,7 +92,7 @@ class _Run:
 
     async def whole(self, publish_every_s: float | None, keep_kv: bool) -> None:
         async with (
-            self._dispatcher(UpdatePolicy(keep_kv=keep_kv)) as dispatcher,
+            self._dispatcher(UpdatePolicy(KEEP_ALL if keep_kv else DEFAULT)) as dispatcher,
             anyio.create_task_group() as beside,
         ):
             if publish_every_s is not None:
