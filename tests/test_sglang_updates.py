@@ -209,7 +209,7 @@ async def test_a_restarted_engine_is_noticed_and_its_old_weights_are_refused(
     await engine.commit_update(CommitRequest(version="0.1"))
     await engine.generate(request("p", PROMPT))
     fake.start_again()
-    with pytest.raises(EngineError, match=r"tokens are of version 0.0, 0.1 is the oldest allowed"):
+    with pytest.raises(EngineError, match=r"min_version: 0.1 is wanted, 0.0 is served"):
         await engine.generate(request("q", PROMPT, min_version="0.1"))
     assert (await engine.capabilities()).version == "0.0"
     assert (await engine.load()).held_programs == 0

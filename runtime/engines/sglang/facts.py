@@ -19,6 +19,7 @@ FLAGS = {
     Feature.OFFLOAD: "SGLang has no call for it; --enable-hierarchical-cache moves KV by itself",
     Feature.SCORE: "use a version that returns input_token_logprobs",
     Feature.GRAMMAR: "start it with --grammar-backend xgrammar or llguidance, and with its tokenizer",
+    Feature.KV_AGE: "ask an embedded engine; SGLang does not tell what version computed its KV",
     Feature.ADAPTERS: "ask an embedded engine; SGLang's own adapters are not spoken to",
     Feature.ROUTED_EXPERTS: "serve a mixture-of-experts model with --enable-return-routed-experts",
     Feature.TRUNCATION: "use a version with return_sampling_mask, and another sampling backend",

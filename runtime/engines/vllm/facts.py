@@ -29,6 +29,7 @@ FLAGS = {
     Feature.TRUNCATION: "start it with --logprobs-mode processed_logprobs",
     Feature.PENALTIES: "start it with --logprobs-mode processed_logprobs",
     Feature.GRAMMAR: "start it with --logprobs-mode processed_logprobs, and with its tokenizer",
+    Feature.KV_AGE: "ask an embedded engine; vLLM does not tell what version computed its KV",
     Feature.ADAPTERS: "ask an embedded engine; vLLM's own adapters are not spoken to",
     Feature.TOP_LOGPROBS: "start it with a --max-logprobs above 1",
     Feature.ROUTED_EXPERTS: "serve a mixture-of-experts model with --enable-return-routed-experts",
