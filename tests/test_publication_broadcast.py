@@ -4,11 +4,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.types import EngineId, Version
 
 Named = list[tuple[str, torch.Tensor]]
-Submit = Callable[..., "Future[dict[str, bytes]]"]
+Submit = Callable[[BroadcastReceiver, Manifest], "Future[dict[str, bytes]]"]
 MEMBERS = Path(__file__).parent / "publication_members.py"
 
 
@@ -44,7 +43,7 @@ def as_sent(tensors: Named) -> dict[str, bytes]:
 
 
 @contextmanager
-def sending(gather_s: float = 0.2, deadline_s: float = 20.0) -> Iterator[BroadcastSender]:
+def sending(gather_s: float = 0.2, deadline_s: float = 20.0) -> Generator[BroadcastSender]:
     sender = BroadcastSender("127.0.0.1", gather_s=gather_s, deadline_s=deadline_s, bucket_bytes=2000)
     try:
         yield sender
@@ -60,17 +59,17 @@ def received(receiver: BroadcastReceiver, manifest: Manifest) -> dict[str, bytes
 @pytest.fixture
 def submit() -> Generator[Submit]:
     with ThreadPoolExecutor(8) as pool:
-        yield pool.submit
+        yield lambda receiver, manifest: pool.submit(received, receiver, manifest)
 
 
-def seat_of(manifest: Manifest) -> tuple[socket.socket, dict[str, Any]]:
+def seat_of(manifest: Manifest) -> socket.socket:
     """Call as a member that has no group."""
     source = manifest.source
     assert source is not None
     connection = socket.create_connection((source.host, source.port))
     member = {"member": "other", "generation": 0, "device": "cpu"}
     send_line(connection, {"key": source.key, "version": manifest.version, **member})
-    return connection, {}
+    return connection
 
 
 def test_all_receive_together_version_after_version_in_one_group(submit: Submit):
@@ -79,7 +78,7 @@ def test_all_receive_together_version_after_version_in_one_group(submit: Submit)
     with sending(gather_s=60.0) as sender:
         for number in range(1, 5):
             manifest = sender.publish(Version(0, number), named(number))
-            parts = [submit(received, receiver, manifest) for receiver in receivers]
+            parts = [submit(receiver, manifest) for receiver in receivers]
             for part in parts:
                 assert part.result() == as_sent(named(number))
             generations.append(sender.generation)
@@ -91,10 +90,10 @@ def test_who_comes_late_gets_a_round_of_its_own(submit: Submit):
     first, late = BroadcastReceiver("cpu"), BroadcastReceiver("cpu")
     with sending() as sender:
         manifest = sender.publish(Version(0, 1), named(1))
-        assert submit(received, first, manifest).result() == as_sent(named(1))
-        assert submit(received, late, manifest).result() == as_sent(named(1))
+        assert submit(first, manifest).result() == as_sent(named(1))
+        assert submit(late, manifest).result() == as_sent(named(1))
         manifest = sender.publish(Version(0, 2), named(2))
-        parts = [submit(received, receiver, manifest) for receiver in (first, late)]
+        parts = [submit(receiver, manifest) for receiver in (first, late)]
         assert [part.result() for part in parts] == [as_sent(named(2))] * 2
 
 
@@ -111,26 +110,26 @@ def test_who_hangs_up_before_the_round_is_left_out(submit: Submit):
     with sending(gather_s=60.0) as sender:
         manifest = sender.publish(Version(0, 1), named(1))
         sender.expect(2)
-        connection, _ = seat_of(manifest)
+        connection = seat_of(manifest)
         connection.close()
-        assert submit(received, BroadcastReceiver("cpu"), manifest).result() == as_sent(named(1))
+        assert submit(BroadcastReceiver("cpu"), manifest).result() == as_sent(named(1))
 
 
 def test_who_takes_a_seat_and_does_not_come_holds_the_others_up_until_the_deadline(submit: Submit):
     with sending(gather_s=5.0, deadline_s=1.0) as sender:
         before = sender.publish(Version(0, 1), named(1))
         two = [BroadcastReceiver("cpu") for _ in range(2)]
-        for part in [submit(received, receiver, before) for receiver in two]:
+        for part in [submit(receiver, before) for receiver in two]:
             part.result()
         manifest = sender.publish(Version(0, 2), named(2))
-        connection, _ = seat_of(manifest)
+        connection = seat_of(manifest)
         # The seat of the second is taken by one that never joins.
-        part = submit(received, two[0], manifest)
+        part = submit(two[0], manifest)
         assert "generation" in read_line(connection)
         assert part.result() == as_sent(named(2))
         connection.close()
         manifest = sender.publish(Version(0, 3), named(3))
-        for part in [submit(received, receiver, manifest) for receiver in two]:
+        for part in [submit(receiver, manifest) for receiver in two]:
             assert part.result() == as_sent(named(3))
 
 
@@ -144,7 +143,7 @@ def test_a_process_that_ends_or_stands_still_in_the_middle_holds_nobody_up(
         path.write_text(manifest.model_dump_json())
         sender.expect(3)
         others = [BroadcastReceiver("cpu") for _ in range(2)]
-        parts = [submit(received, other, manifest) for other in others]
+        parts = [submit(other, manifest) for other in others]
         command = [sys.executable, str(MEMBERS), str(path), fate]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as member:
             assert member.stdout is not None
@@ -155,7 +154,7 @@ def test_a_process_that_ends_or_stands_still_in_the_middle_holds_nobody_up(
             finally:
                 member.kill()
         manifest = sender.publish(Version(0, 2), named(2))
-        for part in [submit(received, other, manifest) for other in others]:
+        for part in [submit(other, manifest) for other in others]:
             assert part.result() == as_sent(named(2))
 
 
@@ -164,14 +163,14 @@ def test_who_leaves_early_lets_the_others_finish(submit: Submit):
         manifest = sender.publish(Version(0, 1), named(1))
         sender.expect(2)
         leaves, stays = BroadcastReceiver("cpu"), BroadcastReceiver("cpu")
-        part = submit(received, stays, manifest)
+        part = submit(stays, manifest)
         arriving = leaves.receive(manifest, {"t0", "t1"})
         next(arriving)
         arriving.close()
         assert part.result() == as_sent(named(1))
         generation = sender.generation
         manifest = sender.publish(Version(0, 2), named(2))
-        for part in [submit(received, receiver, manifest) for receiver in (leaves, stays)]:
+        for part in [submit(receiver, manifest) for receiver in (leaves, stays)]:
             assert part.result() == as_sent(named(2))
         assert sender.generation == generation
 

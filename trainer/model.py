@@ -26,6 +26,7 @@ from sostenuto.errors import ConfigError, RecordError, Unsupported
 from sostenuto.trainer import packing
 from sostenuto.trainer.head import Head
 from sostenuto.trainer.lora import Adapter
+from sostenuto.trainer.publication.snapshot import unique_tensors
 from sostenuto.trainer.quantization import Format, compute_with, fake_quantize, quantized_weights
 from sostenuto.trainer.ranks import as_shared, inside, reshard, shard, whole
 from sostenuto.trainer.recomputation import Recomputation
@@ -104,6 +105,16 @@ class Policy:
         # A parameter of two names is gathered once.
         gathered = {id(tensor): whole(tensor.detach()) for tensor in named.values()}
         return {name: gathered[id(tensor)] for name, tensor in named.items()}
+
+    def shares(self) -> dict[str, Tensor]:
+        """As `state`, but of each tensor this rank's share; one of two names is there once."""
+        if self.adapter is not None or not self.shared:
+            return dict(unique_tensors(self.state()))
+        named = cast("dict[str, Tensor]", self.module.state_dict(keep_vars=True))
+        first: dict[int, str] = {}
+        for name, tensor in named.items():
+            first.setdefault(id(tensor), name)
+        return {name: named[name].detach() for name in first.values()}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Take over whole weights.  RuntimeError for those of another model."""

@@ -14,11 +14,13 @@ import torch.distributed
 import torch.distributed.fsdp
 import torch.distributed.tensor
 from torch import Tensor, nn
+from torch.distributed.tensor import _utils as _layouts
 
 T = TypeVar("T")
 _distributed = cast("Any", torch.distributed)
 _fsdp = cast("Any", torch.distributed.fsdp)
 _tensor = cast("Any", torch.distributed.tensor)
+_placed = cast("Any", _layouts).compute_local_shape_and_global_offset
 _HOST = "127.0.0.1"
 _INSIDE = "sostenuto_inside"
 
@@ -115,6 +117,15 @@ def whole(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """This rank's share."""
     return cast("Any", tensor).to_local() if isinstance(tensor, _tensor.DTensor) else tensor
+
+
+def box_of(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Where this rank's share lies in the whole: the first index and the one behind, in each dimension."""
+    if not isinstance(tensor, _tensor.DTensor):
+        return tuple((0, size) for size in tensor.shape)
+    shared = cast("Any", tensor)
+    lengths, starts = _placed(shared.shape, shared.device_mesh, shared.placements)
+    return tuple((start, start + length) for start, length in zip(starts, lengths, strict=True))
 
 
 def as_shared(value: Tensor, like: Tensor) -> Tensor:

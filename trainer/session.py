@@ -59,6 +59,7 @@ class Session:
         self._drafter: Drafter | None = None
         self._scorer: Scorer | None = None
         self._sender: Sender | None = None
+        self._sends_shares = False
         self._source = Path()
 
     def carry_out(self, command: Command) -> Result:
@@ -127,8 +128,9 @@ class Session:
             ranks=self._ranks,
         )
         self.close()
-        if not self._ranks.index:
-            self._sender = open_sender(settings.publication)
+        self._sends_shares = settings.publication.transport == "point_to_point"
+        if self._sends_shares or not self._ranks.index:
+            self._sender = open_sender(settings.publication, self._ranks)
         return self._facts()
 
     def _open_critic(self, command: Open, policy: Policy, settings: LearnerSettings) -> Critic | None:
@@ -180,13 +182,17 @@ class Session:
         """None but for the first rank."""
         learner = self._ready
         learner.check_name(command.version)
-        tensors = unique_tensors(learner.policy.state())
+        tensors = (
+            list(learner.policy.shares().items())
+            if self._sends_shares
+            else unique_tensors(learner.policy.state())
+        )
         manifest = None if self._sender is None else self._sent(self._sender, command.version, tensors)
         learner.name(command.version)
-        return manifest
+        return None if self._ranks.index else manifest
 
     def _sent(self, sender: Sender, version: Version, tensors: list[tuple[str, Tensor]]) -> Manifest:
-        if self._drafter:
+        if self._drafter and not self._ranks.index:
             return sender.publish(version, [*tensors, *self._drafter.named()], selector="all")
         return sender.publish(version, tensors)
 

@@ -65,10 +65,11 @@ class LoraSettings(Section):
 class PublicationSettings(Section):
     """How new weights get to the engines."""
 
-    transport: Literal["shared_memory", "disk", "disk_delta", "broadcast"] = "shared_memory"
+    transport: Literal["shared_memory", "disk", "disk_delta", "broadcast", "point_to_point"] = "shared_memory"
     """shared_memory: engines on this machine serve what the trainer wrote into memory.  disk: a file in
     `directory`, for engines on machines that share it.  disk_delta: what changed since the version before,
     and a full file now and then.  broadcast: over the network, to all engines together.
+    point_to_point: over the network, from every rank of the trainer to every engine.
     """
 
     directory: str | None = None

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from sostenuto.trainer.publication.groups import Group, Seat, Store, buckets, has_nccl
@@ -28,6 +29,15 @@ from sostenuto.trainer.tensors import as_array
 from sostenuto.types import Version
 
 _log = logging.getLogger(__name__)
+
+
+class _Asked(BaseModel):
+    """What a receiver says of itself."""
+
+    version: str
+    member: str
+    generation: int
+    device: str
 
 
 @dataclass(slots=True)
@@ -125,20 +135,15 @@ class BroadcastSender:
 
     def _called(self, connection: socket.socket, asked: dict[str, Any]) -> None:
         """Wait for a seat; the connection is closed when this returns."""
-        caller = _Caller(
-            connection,
-            str(asked["member"]),
-            int(asked["generation"]),
-            str(asked["device"]),
-            threading.Event(),
-        )
+        told = _Asked.model_validate(asked)
+        caller = _Caller(connection, told.member, told.generation, told.device, threading.Event())
         with self._changed:
             held = None if self._held is None else self._held.manifest.version
-            if asked["version"] == held:
+            if told.version == held:
                 self._callers.append(caller)
                 self._changed.notify_all()
-        if asked["version"] != held:
-            send_line(connection, {"refused": f"version {asked['version']} is not held any more, {held} is"})
+        if told.version != held:
+            send_line(connection, {"refused": f"version {told.version} is not held any more, {held} is"})
             return
         caller.answered.wait()
 

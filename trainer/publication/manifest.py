@@ -17,7 +17,7 @@ DRAFT_PREFIX = "draft."
 Selector = Literal["target", "draft", "all"]
 """The model's weights, those of what guesses its next tokens, or both."""
 
-Transport = Literal["shared_memory", "disk", "disk_delta", "broadcast"]
+Transport = Literal["shared_memory", "disk", "disk_delta", "broadcast", "point_to_point"]
 """How the bytes get from a sender to the receivers."""
 
 
@@ -68,6 +68,16 @@ class Source(BaseModel):
     """What is sent together, where it is not a single tensor."""
 
 
+class Shard(BaseModel):
+    """What one rank has of a version."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: Source
+    boxes: dict[str, tuple[tuple[int, int], ...]]
+    """By tensor, in each dimension: the first index and the one behind the last."""
+
+
 class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -84,6 +94,8 @@ class Manifest(BaseModel):
     """Of disk_delta: `path` has what changed, and `offset` of a tensor means nothing."""
     source: Source | None = None
     """Of broadcast, which has no `path`."""
+    shards: tuple[Shard, ...] = ()
+    """Of point_to_point: who has what, first rank first."""
 
     @property
     def digest(self) -> int:

@@ -7,8 +7,10 @@ from sostenuto.trainer.publication.broadcast import BroadcastSender
 from sostenuto.trainer.publication.disk import DiskSender
 from sostenuto.trainer.publication.disk_delta import DiskDeltaSender
 from sostenuto.trainer.publication.manifest import Manifest, Selector
+from sostenuto.trainer.publication.point_to_point import PointToPointSender
 from sostenuto.trainer.publication.shared_memory import SharedMemorySender
 from sostenuto.trainer.publication.snapshot import Named
+from sostenuto.trainer.ranks import ALONE, Ranks
 from sostenuto.trainer.settings import PublicationSettings
 from sostenuto.types import Version
 
@@ -28,11 +30,16 @@ class Sender(Protocol):
         ...
 
 
-def open_sender(settings: PublicationSettings) -> Sender:
-    """TrainerError for a place that cannot be used."""
+def open_sender(settings: PublicationSettings, ranks: Ranks = ALONE) -> Sender:
+    """`ranks`: those that publish together, where each sends its share.
+
+    TrainerError for a place that cannot be used.
+    """
     directory = None if settings.directory is None else Path(settings.directory)
     if settings.transport == "shared_memory":
         return SharedMemorySender(directory)
+    if settings.transport == "point_to_point":
+        return PointToPointSender(settings.host, deadline_s=settings.deadline_s, gather=ranks.gather)
     if settings.transport == "broadcast":
         return BroadcastSender(settings.host, gather_s=settings.gather_s, deadline_s=settings.deadline_s)
     assert directory is not None, "the settings require one"

@@ -3,6 +3,7 @@
 from sostenuto.runtime.engines.embedded.receiving.broadcast import BroadcastReceiver
 from sostenuto.runtime.engines.embedded.receiving.mapped import MappedReceiver
 from sostenuto.runtime.engines.embedded.receiving.patched import Base, PatchedReceiver
+from sostenuto.runtime.engines.embedded.receiving.point_to_point import PointToPointReceiver
 from sostenuto.runtime.engines.embedded.receiving.receiver import Receiver
 from sostenuto.trainer.publication.manifest import Manifest
 
@@ -14,6 +15,7 @@ class Receivers:
         """`base`: what the engine serves."""
         self._mapped = MappedReceiver()
         self._broadcast = BroadcastReceiver(device)
+        self._pieces = PointToPointReceiver()
         self._patched = PatchedReceiver(base)
 
     def of(self, manifest: Manifest) -> Receiver:
@@ -22,5 +24,7 @@ class Receivers:
                 return self._mapped
             case "broadcast":
                 return self._broadcast
+            case "point_to_point":
+                return self._pieces
             case "disk_delta":
                 return self._patched
