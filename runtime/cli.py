@@ -65,20 +65,20 @@ def quickstart_command(
     unsafe: UnsafeOption = False,
 ) -> None:
     """Build a small model and teach it by reward to use three tools, each in a real sandbox."""
-    asked = QuickstartAsked(seed=seed, shuffle_rewards=shuffle_rewards, unsafe=unsafe)
-    _quickstart(_unused(directory), asked)
+    asked, run = (
+        QuickstartAsked(seed=seed, shuffle_rewards=shuffle_rewards, unsafe=unsafe),
+        _unused(directory),
+    )
+    remember(run, asked)
+    _quickstart(run, asked)
 
 
 @app.command()
 def train(file: Annotated[Path, typer.Argument(help="TOML file of the job.")]) -> None:
     """Run a training job."""
     settings = load_train_file(file)
-
-    async def submit(runtime: Runtime, job: RLJob) -> JobHandle:
-        remember(runtime.directory.path, file)
-        return await runtime.submit(job)
-
-    show_result(console, _submit(settings.runtime(), settings.job, submit))
+    remember(settings.directory, file)
+    show_result(console, _submit(settings.runtime(), settings.job, Runtime.submit))
 
 
 @app.command()

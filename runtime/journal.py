@@ -6,6 +6,7 @@
 """
 
 import sqlite3
+import time
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
@@ -123,6 +124,10 @@ class Journal:
         self._progress = anyio.Condition()
         self._broken: ConfigError | None = None
         self._thread = anyio.CapacityLimiter(1)
+        self.busy_s = 0.0
+        """That its thread has spent on commits."""
+        self.waited_for_s = 0.0
+        """That who called `flush` has waited."""
 
     def write(self, entry: Entry) -> None:
         """Take `entry` into the next commit."""
@@ -132,12 +137,13 @@ class Journal:
 
     async def flush(self) -> None:
         """Return when everything written so far is on disk; ConfigError when the disk refuses."""
-        goal = self._written
+        goal, began_s = self._written, anyio.current_time()
         async with self._progress:
             while self._committed < goal:
                 if self._broken is not None:
                     raise self._broken
                 await self._progress.wait()
+        self.waited_for_s += anyio.current_time() - began_s
 
     async def commit_for_ever(self) -> None:
         while True:
@@ -149,7 +155,9 @@ class Journal:
         batch, self._pending = self._pending, []
         with anyio.CancelScope(shield=True):
             try:
-                await to_thread.run_sync(_commit, self._connection, batch, limiter=self._thread)
+                self.busy_s += await to_thread.run_sync(
+                    _commit, self._connection, batch, limiter=self._thread
+                )
                 self._committed += len(batch)
             except sqlite3.Error as error:
                 self._broken = ConfigError(f"the journal cannot be written: {error}; is the disk full?")
@@ -180,10 +188,13 @@ async def open_journal(path: Path) -> AsyncGenerator[Journal]:
                 await journal.commit_pending()
 
 
-def _commit(connection: sqlite3.Connection, batch: list[Entry]) -> None:
+def _commit(connection: sqlite3.Connection, batch: list[Entry]) -> float:
+    """How long that took."""
+    began_s = time.perf_counter()
     with connection:
         for entry in batch:
             _execute(connection, entry)
+    return time.perf_counter() - began_s
 
 
 def _execute(connection: sqlite3.Connection, entry: Entry) -> None:
@@ -264,6 +275,13 @@ class JournalReader:
         row = self._connection.execute("SELECT epoch, number FROM versions ORDER BY epoch DESC, number DESC")
         first = row.fetchone()
         return Version(*first) if first else None
+
+    def versions(self) -> list[Version]:
+        """All that were published, in the order in which that was."""
+        return [
+            Version(*row)
+            for row in self._connection.execute("SELECT epoch, number FROM versions ORDER BY rowid")
+        ]
 
     def groups(self, job: str) -> list[GroupEntry]:
         """Of a job, in the order in which they were opened."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sostenuto.errors import ConfigError
+from sostenuto.runtime.run_directory import hold
 
 _FILE, _QUICKSTART = "job.toml", "quickstart.json"
 
@@ -23,7 +24,15 @@ class QuickstartAsked(BaseModel):
 
 
 def remember(run: Path, asked: Path | QuickstartAsked) -> None:
-    """Write down, in a directory that is held, what it was started as.  ConfigError on a full disk."""
+    """Write down what a run is started as, before anything of it starts.
+
+    ConfigError on a full disk, or when a living runtime holds the directory.
+    """
+    with hold(run):
+        _write(run, asked)
+
+
+def _write(run: Path, asked: Path | QuickstartAsked) -> None:
     quickstart = isinstance(asked, QuickstartAsked)
     try:
         content = asked.model_dump_json().encode() if quickstart else asked.read_bytes()

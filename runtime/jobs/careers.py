@@ -17,7 +17,7 @@ from anyio import to_thread
 from sostenuto.errors import ConfigError, nearest
 from sostenuto.runtime.jobs.events import JobResult
 from sostenuto.runtime.jobs.job import RLJob
-from sostenuto.runtime.jobs.past import NOTHING, Past, look_back, newest_checkpoint
+from sostenuto.runtime.jobs.past import Past, look_back, newest_checkpoint
 from sostenuto.runtime.jobs.reinforce import reinforce
 from sostenuto.runtime.jobs.workshop import Premises, Say
 from sostenuto.runtime.journal import FactStated, Journal, read_journal
@@ -53,11 +53,10 @@ class Careers:
 
     async def begin(self, job: RLJob, say: Say, *, given: str) -> JobResult:
         """`given`: the name by which whoever goes on will ask for the job."""
-        self._journal.write(FactStated(f"{_JOB}{given}", job.name))
-        return await self._run_on(job, job.name, NOTHING, self._premises, say)
-
-    async def go_on(self, job: RLJob, past: Past, say: Say) -> JobResult:
-        return await self._run_on(job, past.root, past, self._premises, say)
+        # Another job of that name keeps it.
+        root = job.name if await self.knows(given) else given
+        self._journal.write(FactStated(f"{_JOB}{given}", root))
+        return await self.go_on(job, Past(root), say)
 
     async def knows(self, name: str) -> bool:
         """Whether a job of this name has begun here."""
@@ -70,10 +69,10 @@ class Careers:
         await self._journal.flush()
         return await to_thread.run_sync(self._past, job, None, checkpoint)
 
-    async def _run_on(self, job: RLJob, root: str, past: Past, premises: Premises, say: Say) -> JobResult:
+    async def go_on(self, job: RLJob, past: Past, say: Say) -> JobResult:
         """To its end, however often its trainer dies within bounds."""
-        restarts, allowed = list[float](), premises.config.trainer.restarts
-        pause_s, given = _FIRST_PAUSE_S, job
+        premises, root, given = self._premises, past.root, job
+        restarts, allowed, pause_s = list[float](), premises.config.trainer.restarts, _FIRST_PAUSE_S
         while True:
             try:
                 return await reinforce(job, premises, say, past)

@@ -71,10 +71,12 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """Of one job.  Without a checkpoint it begins anew."""
+    """Of one job."""
 
-    root: str = ""
-    """The name that it keeps over the deaths of its run; empty: its name."""
+    root: str
+    """The name that it keeps over the deaths of its run."""
+    goes_on: bool = False
+    """It began before; without a checkpoint it begins anew."""
     checkpoint: Path | None = None
     notes: Notes | None = None
     known_as: tuple[Version, ...] = ()
@@ -88,17 +90,14 @@ class Past:
         """That the weights have learnt."""
         return self.notes.step if self.notes else 0
 
-    def named(self, root: str, deployed: Version) -> FactStated:
+    def named(self, deployed: Version) -> FactStated:
         """What the weights that the job goes on from are called now."""
-        return FactStated(f"{NAMED}{deployed}", f"{root} {self.notes.version if self.notes else START}")
+        return FactStated(f"{NAMED}{deployed}", f"{self.root} {self.notes.version if self.notes else START}")
 
     def lineage(self, deployed: Version) -> Lineage:
         """Of the same weights under the name that they have now."""
         before = self.notes.lineage if self.notes else Lineage()
         return before.went_on(self.known_as[0], deployed, self.known_as[1:]) if self.known_as else before
-
-
-NOTHING = Past()
 
 
 def newest_checkpoint(root: Path, job: RLJob, chosen: Path | None = None) -> tuple[Path, Notes] | None:
@@ -135,7 +134,8 @@ def look_back(
     groups = [_kept(reader, entry, fault) for entry in _finished(entries, step, job.algorithm.group_size)]
     _check_tasks(job, groups)
     learnt = max((entry.step or 0 for entry in entries if _is_trained(entry)), default=0)
-    return Past(root, path, notes, known_as, tuple(groups), max(0, learnt - step))
+    lost_steps = max(0, learnt - step)
+    return Past(root, True, path, notes, known_as, tuple(groups), lost_steps)
 
 
 def _finished(entries: list[GroupEntry], step: int, size: int) -> list[GroupEntry]:

@@ -21,7 +21,7 @@ from sostenuto.runtime.jobs.evaluate import Evaluation
 from sostenuto.runtime.jobs.events import JobResult, JobStarted, Resumed, Saved
 from sostenuto.runtime.jobs.group_rewards import judge_of
 from sostenuto.runtime.jobs.job import RLJob
-from sostenuto.runtime.jobs.past import JOB_OVER, NOTHING, Notes, Past
+from sostenuto.runtime.jobs.past import JOB_OVER, Notes, Past
 from sostenuto.runtime.jobs.plan import plan_of
 from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.jobs.warm_start import warm_start
@@ -49,21 +49,17 @@ class _Course:
     say: Say
     checkpoints: Path
 
-    @property
-    def root(self) -> str:
-        return self.past.root or self.job.name
-
     async def publish(self, *, step: int) -> float:
         manifest = await self.trainer.publish(self.shop.premises.new_version())
         return (await self.shop.publish(manifest, step=step)).pause_s
 
 
-async def reinforce(job: RLJob, premises: Premises, say: Say, past: Past = NOTHING) -> JobResult:
+async def reinforce(job: RLJob, premises: Premises, say: Say, past: Past) -> JobResult:
     """Run the whole job: warm start, evaluation, steps, evaluation, checkpoint.  `past`: go on from there."""
     folder, diary = job.model_folder(), Diary(anyio.current_time(), Alarms(job.alarms))
     continuations = await open_continuations(job)
     process = premises.config.trainer
-    with lone_error(), held(premises.run.checkpoints_of(past.root or job.name)) as checkpoints:
+    with lone_error(), held(premises.run.checkpoints_of(past.root)) as checkpoints:
         async with (
             TrainerClient(threads=process.threads, processes=process.processes) as trainer,
             open_lessons(job, premises, continuations.histories) as lessons,
@@ -121,12 +117,12 @@ async def _begin(course: _Course) -> int:
     elif job.warm_start:
         await warm_start(job, course.trainer, course.shop.renderer, course.say)
         await course.publish(step=0)
-    if past.root:
+    if past.goes_on:
         _go_on(course)
     if past.checkpoint is None and job.warm_start:
         await _save(course, 0)
     else:
-        course.shop.premises.journal.write(past.named(course.root, course.shop.dispatcher.version))
+        course.shop.premises.journal.write(past.named(course.shop.dispatcher.version))
     for step in _evaluated_until(job, past.step):
         await _evaluate_if_asked(course, step=step)
     return past.step
@@ -237,7 +233,7 @@ async def _save(course: _Course, step: int) -> None:
     job, version = course.job, course.shop.dispatcher.version
     await course.shop.premises.journal.flush()
     notes = Notes(
-        job=course.root,
+        job=course.past.root,
         seed=job.seed,
         environment=job.environment().name,
         step=step,

@@ -20,7 +20,6 @@ from sostenuto.runtime.quickstart.folder import write_folder
 from sostenuto.runtime.quickstart.recipe import ModelShape, Recipe
 from sostenuto.runtime.quickstart.tokenizer import tokenizer_material, train_tokenizer
 from sostenuto.runtime.quickstart.warm import WarmStarter
-from sostenuto.runtime.remembered import QuickstartAsked, remember
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.runtime import Runtime
@@ -57,10 +56,6 @@ async def quickstart(
     with lone_error():
         async with Runtime(config) as runtime:
             path = runtime.directory.path
-            asked = QuickstartAsked(
-                seed=seed, shuffle_rewards=shuffle_rewards, unsafe=config.tool_server.unsafe
-            )
-            remember(path, asked)
             began_s = anyio.current_time()
             warm = _warmed(path / "models", seed) if resumes else None
             folder, checked = warm or await warm_model(path / "models", recipe, seed, say)
