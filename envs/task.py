@@ -32,6 +32,8 @@ class Draw(Generic[TaskT]):
     epoch: int
     task_id: str
     task: TaskT
+    part: int = 0
+    """Which of the environments that a job mixes it is of."""
 
     def payload(self) -> dict[str, JsonValue]:
         """The task as it travels."""

@@ -18,6 +18,7 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import Field, JsonValue, model_validator
 
+from sostenuto.envs.curriculum import Curriculum
 from sostenuto.envs.declaration import declaration
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.registry import Registry
@@ -26,11 +27,13 @@ from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig, Section, load_toml
 from sostenuto.runtime.jobs.alarms import AlarmSettings
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, Stragglers, WarmStart
+from sostenuto.runtime.jobs.mixed import MixedIn
 from sostenuto.runtime.jobs.phases import Phase
 from sostenuto.runtime.jobs.prefixes import Prefixes
 from sostenuto.runtime.jobs.reward_model import RewardModel
 from sostenuto.runtime.jobs.rewarding import GroupRewards, LateRewards, named
 from sostenuto.runtime.jobs.sampling import Sampling
+from sostenuto.runtime.jobs.sources import Given
 from sostenuto.runtime.jobs.teacher import Teacher
 from sostenuto.runtime.models import resolve_model
 from sostenuto.scheduler.update_terms import UpdateTerms
@@ -42,6 +45,43 @@ BUILT_IN = {
     "chain_sum": "sostenuto.envs.arithmetic:ChainSum",
     "storeroom": "sostenuto.envs.storeroom:Storeroom",
 }
+
+
+class CurriculumSection(Section):
+    """Tasks drawn by weight, and by what there is left to learn from each."""
+
+    weights: dict[str, float] = Field(default_factory=dict)
+    """By task id; 1 for the others, 0 leaves a task out."""
+
+    weight_field: str | None = None
+    """Field of a task that has its weight, in place of `weights`."""
+
+    by_difficulty: bool = True
+    floor: float = Field(default=0.1, gt=0, le=1)
+    decay: float = Field(default=0.9, gt=0, le=1)
+    """As `Curriculum` has them."""
+
+    def of(self, tasks: Tasks[Any], seed: int) -> Curriculum[Any]:
+        """ConfigError for weights that are none, or of no task."""
+        return Curriculum(
+            tasks, weights=self._weights(tasks), by_difficulty=self.by_difficulty, floor=self.floor,
+            decay=self.decay, seed=seed,
+        )  # fmt: skip
+
+    def _weights(self, tasks: Tasks[Any]) -> dict[str, float] | list[float] | None:
+        name = self.weight_field
+        if name is None:
+            return self.weights or None
+        if self.weights:
+            raise ConfigError("curriculum: weights and weight_field are both given; give one of them")
+        found = [getattr(task, name, None) for task in tasks]
+        for number, weight in enumerate(found, 1):
+            if not isinstance(weight, int | float):
+                raise ConfigError(
+                    f"curriculum: weight_field {name!r}: task {number} has {weight!r}; give a field that has "
+                    "a number in every task"
+                )
+        return cast("list[float]", found)
 
 
 class TaskSection(Section):
@@ -56,11 +96,19 @@ class TaskSection(Section):
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
+    curriculum: CurriculumSection | None = None
+    """None: each task once an epoch, in a new order.  Not of tasks for evaluations."""
+
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Self:
         if (self.file is None) == (self.factory is None):
             raise ValueError("give `file` or `factory`, one of them")
         return self
+
+    def source(self, environment: type[Environment[Any]], seed: int) -> Given:
+        """What a job draws from."""
+        tasks = self.load(environment)
+        return tasks if self.curriculum is None else self.curriculum.of(tasks, seed)
 
     def load(self, environment: type[Environment[Any]]) -> Tasks[Any]:
         """The tasks, checked."""
@@ -74,6 +122,37 @@ class TaskSection(Section):
         if self.file.suffix == ".parquet":
             return Tasks.from_parquet(model, self.file)
         return Tasks.from_jsonl(model, self.file)
+
+
+class MixedSection(Section):
+    """One more environment of a job."""
+
+    environment: str
+    name: str = ""
+    weight: float = Field(default=1.0, gt=0)
+    group_size: int | None = Field(default=None, gt=0)
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    limits: Limits | None = None
+    tasks: TaskSection
+    eval_tasks: TaskSection | None = None
+    group_rewards: GroupRewards | None = None
+
+    def load(self, seed: int) -> MixedIn:
+        """With class and tasks; ConfigError for what cannot be."""
+        env = Registry(BUILT_IN)[self.environment]
+        return MixedIn(
+            env=env, tasks=self.tasks.source(env, seed), name=self.name, weight=self.weight,
+            group_size=self.group_size, options=self.options, limits=self.limits,
+            eval_tasks=_held_out(self.eval_tasks, env), group_rewards=self.group_rewards,
+        )  # fmt: skip
+
+
+def _held_out(section: TaskSection | None, environment: type[Environment[Any]]) -> Tasks[Any] | tuple[()]:
+    if section is None:
+        return ()
+    if section.curriculum is not None:
+        raise ConfigError("eval_tasks: curriculum: every task is evaluated; leave it out")
+    return section.load(environment)
 
 
 class _JobFile(RuntimeConfig):
@@ -105,6 +184,8 @@ class TrainFile(_JobFile):
 
     tasks: TaskSection
     eval_tasks: TaskSection | None = None
+    weight: float = Field(default=1.0, gt=0)
+    mixed: tuple[MixedSection, ...] = ()
     steps: int = Field(gt=0)
     groups_per_step: int = Field(default=8, gt=0)
     max_staleness: int = Field(default=1, ge=0)
@@ -149,6 +230,7 @@ class TrainFile(_JobFile):
             "teachers",
             "critic",
             "reward_models",
+            "mixed",
         }
         return RLJob(
             env=environment,
@@ -157,8 +239,9 @@ class TrainFile(_JobFile):
             teachers=tuple([replace(t, model=await resolve_model(str(t.model))) for t in self.teachers]),
             reward_models=await self.models_of_rewards(),
             critic=None if self.critic is None else await resolve_model(self.critic),
-            tasks=self.tasks.load(environment),
-            eval_tasks=self.eval_tasks.load(environment) if self.eval_tasks else (),
+            tasks=self.tasks.source(environment, self.seed),
+            eval_tasks=_held_out(self.eval_tasks, environment),
+            mixed=tuple(section.load(self.seed) for section in self.mixed),
             **{name: getattr(self, name) for name in same},
         )
 

@@ -340,6 +340,8 @@ async def _check(job: RLJob | EvalJob) -> None:
     job.environment()
     await to_thread.run_sync(ModelFolder.open, job.model_folder())
     if isinstance(job, RLJob):
+        for part in job.mixed:
+            part.environment()
         await to_thread.run_sync(check_tokenizers, job.model_folder(), job.teachers)
 
 

@@ -19,10 +19,11 @@ from sostenuto.envs.task import Draw
 from sostenuto.errors import ConfigError
 from sostenuto.records import Trajectory, validate
 from sostenuto.runtime.config import RuntimeConfig, ToolServerSettings
-from sostenuto.runtime.jobs.continuing import Continuations, Mixed, open_continuations
+from sostenuto.runtime.jobs.continuing import Continuations, open_continuations
 from sostenuto.runtime.jobs.events import StepTrained
 from sostenuto.runtime.jobs.job import EvalJob, RLJob
 from sostenuto.runtime.jobs.prefixes import Prefixes
+from sostenuto.runtime.jobs.sources import Mixed
 from sostenuto.runtime.jobs.teacher import Teacher
 from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.rollouts import Rollouts

@@ -48,7 +48,7 @@ def judged(
 ) -> Course:
     rule = GroupRewards(function, deadline_s)
     of = replace(job(staleness=1, steps=2), group_rewards=rule, stragglers=stragglers)
-    return Course(of, 1.0, judge=judge_of(rule, FakeRenderer()))
+    return Course(of, 1.0, judge=judge_of({"Counting": rule}, FakeRenderer()))
 
 
 async def test_a_group_gets_its_rewards_together_when_its_last_member_has_ended():

@@ -78,6 +78,7 @@ class Course:
     judge: GroupJudge | None = None
     around: Callable[[Runner], Runner] = lambda runner: runner
     seen: list[Batch] = field(default_factory=list[Batch])
+    supply: GroupSupply = field(init=False)
 
     async def run(self, tools: FakeTools) -> None:
         engine = FakeEngine(("!look a", "done"), kv_tokens=4000, concurrency=16)
@@ -89,7 +90,7 @@ class Course:
                 await self._train(dispatcher, rollouts)
 
     async def _train(self, dispatcher: Dispatcher, rollouts: Rollouts) -> None:
-        supply = GroupSupply(
+        supply = self.supply = GroupSupply(
             plan_of(self.job), rollouts, lambda: dispatcher.version, self.said.append, self.judge
         )
         async with anyio.create_task_group() as generation:

@@ -1,18 +1,18 @@
 """Turns from histories among the whole rollouts of a job: which draw is one, and who runs it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import anyio
 import anyio.to_thread
 from pydantic import BaseModel
 
-from sostenuto.envs.task import Draw, Tasks
+from sostenuto.envs.task import Tasks
 from sostenuto.records import Trajectory
 from sostenuto.runtime.dispatcher import Dispatcher
 from sostenuto.runtime.jobs.histories import load_histories
-from sostenuto.runtime.jobs.job import RLJob, TaskSource
+from sostenuto.runtime.jobs.job import RLJob
+from sostenuto.runtime.jobs.sources import Mixed, TaskSource
 from sostenuto.runtime.jobs.teacher import assigned
 from sostenuto.runtime.program import History, ProgramSpec
 from sostenuto.runtime.rendering.choice import open_renderer
@@ -24,31 +24,6 @@ class _Row(BaseModel):
     """What stands for a history among tasks."""
 
     id: str
-
-
-class Mixed:
-    """A TaskSource: at every draw the source comes up that is furthest behind its share."""
-
-    def __init__(self, sources: Sequence[tuple[float, TaskSource]]) -> None:
-        """With their shares; a share of zero never comes up."""
-        self._sources = [(share, source) for share, source in sources if share > 0]
-        self._places: list[tuple[int, int]] = []
-        """Of each draw so far: which source, and which of its own draws."""
-        self._drawn = [0] * len(self._sources)
-
-    def at(self, ordinal: int) -> Draw[Any]:
-        """The same draw for the same ordinal, always; IndexError beyond the end of the source it is of."""
-        while len(self._places) <= ordinal:
-            self._places.append(self._next())
-        source, own = self._places[ordinal]
-        return replace(self._sources[source][1].at(own), ordinal=ordinal)
-
-    def _next(self) -> tuple[int, int]:
-        count = len(self._places) + 1
-        behind = [share * count - drawn for (share, _), drawn in zip(self._sources, self._drawn, strict=True)]
-        source = behind.index(max(behind))
-        self._drawn[source] += 1
-        return source, self._drawn[source] - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,8 +97,9 @@ class Diary:
         self.rewards.append(told.reward)
         self.time += _time_of(told)
 
-    def has_evaluated(self, step: int, temperature: float) -> bool:
-        return any((told.step, told.temperature) == (step, temperature) for told in self.evaluations)
+    def has_evaluated(self, step: int, temperature: float, environment: str) -> bool:
+        looks = {(told.step, told.temperature, told.environment) for told in self.evaluations}
+        return (step, temperature, environment) in looks
 
     def told(self, now_s: float) -> Told:
         return Told(tuple(self.evaluations), tuple(self.rewards), self.time, now_s - self.began_s)

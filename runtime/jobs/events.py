@@ -85,6 +85,8 @@ class Evaluated:
     """The estimated chance that one of k samples on a task succeeds, by k."""
     stops: dict[str, int] = field(default_factory=dict[str, int])
     """Scored programs by why their last turn was the last."""
+    environment: str = ""
+    """Of several in one job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,8 @@ class StepTrained:
     pause_s: float
     """Decoding stood still for the swap."""
     flow: FlowSeen | None = None
+    environments: dict[str, float] = field(default_factory=dict[str, float])
+    """Mean reward of each, where the job has several."""
 
 
 @dataclass(frozen=True, slots=True)

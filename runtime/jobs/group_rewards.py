@@ -18,28 +18,35 @@ from sostenuto.runtime.rendering.renderer import Renderer
 class GroupJudge:
     """Of one job."""
 
-    def __init__(self, rule: GroupRewards, renderer: Renderer) -> None:
-        self._rule = rule
+    def __init__(self, rules: Mapping[str, GroupRewards], renderer: Renderer) -> None:
+        """`rules` by the name of the environment; groups of another one keep their rewards."""
+        self._rules = rules
         self._renderer = renderer
-        self._function = named(rule.function, "group_rewards: function")
+        self._functions = {
+            name: named(rule.function, "group_rewards: function") for name, rule in rules.items()
+        }
 
     async def judge(
-        self, members: Sequence[Trajectory], task: Mapping[str, JsonValue]
+        self, members: Sequence[Trajectory], environment: str, task: Mapping[str, JsonValue]
     ) -> tuple[Trajectory, ...]:
         """The members with their new rewards; ProgramError when there is not one for each in time."""
+        if environment not in self._rules:
+            return tuple(members)
+        rule, function = self._rules[environment], self._functions[environment]
         doing = f"group_rewards of {members[0].group_id}"
         told: object = None
-        with boundary(EnvironmentFailure, doing), anyio.move_on_after(self._rule.deadline_s) as scope:
-            told = await ask(self._function, [Finished(member, task, self._renderer) for member in members])
+        with boundary(EnvironmentFailure, doing), anyio.move_on_after(rule.deadline_s) as scope:
+            told = await ask(function, [Finished(member, task, self._renderer) for member in members])
         if scope.cancelled_caught:
-            raise JudgeError(f"{doing}: no rewards within {self._rule.deadline_s:g} s")
+            raise JudgeError(f"{doing}: no rewards within {rule.deadline_s:g} s")
         rewards = _read(told, len(members), doing)
         return tuple(replace(member, reward=reward) for member, reward in zip(members, rewards, strict=True))
 
 
-def judge_of(rule: GroupRewards | None, renderer: Renderer) -> GroupJudge | None:
-    """None where each program's reward is its own."""
-    return None if rule is None else GroupJudge(rule, renderer)
+def judge_of(rules: Mapping[str, GroupRewards | None], renderer: Renderer) -> GroupJudge | None:
+    """By the name of the environment; None where each program's reward is its own."""
+    given = {name: rule for name, rule in rules.items() if rule is not None}
+    return GroupJudge(given, renderer) if given else None
 
 
 def _read(told: object, members: int, doing: str) -> list[float]:

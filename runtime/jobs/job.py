@@ -1,23 +1,25 @@
 """What a user submits.  Values: nothing here runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, JsonValue
 
 from sostenuto.envs.agent import Agent
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.registry import environment_ref
-from sostenuto.envs.task import Draw, Tasks
+from sostenuto.envs.task import Tasks
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.jobs.alarms import AlarmSettings
+from sostenuto.runtime.jobs.mixed import MixedIn, check_mixed
 from sostenuto.runtime.jobs.phases import Phase, check_phases, method_at
 from sostenuto.runtime.jobs.prefixes import Prefixes, check_prefixes
 from sostenuto.runtime.jobs.reward_model import RewardModel, check_reward_models
 from sostenuto.runtime.jobs.rewarding import GroupRewards, LateRewards
 from sostenuto.runtime.jobs.sampling import Sampling
+from sostenuto.runtime.jobs.sources import Mixed, Placed, TaskSource, source_of
 from sostenuto.runtime.jobs.teacher import Teacher, check_teachers
 from sostenuto.scheduler.update_terms import DEFAULT, KEEP_ALL, UpdateTerms
 from sostenuto.tools.wire import EnvironmentRef
@@ -26,14 +28,6 @@ from sostenuto.trainer.parts import CriticModel
 from sostenuto.trainer.samplers import Sampler, open_sampler
 from sostenuto.trainer.settings import LearnerSettings, Schedule
 from sostenuto.types import Limits, Truncation
-
-
-class TaskSource(Protocol):
-    """Tasks by ordinal: a finite stream, or one that draws new tasks without end."""
-
-    def at(self, ordinal: int) -> Draw[Any]:
-        """The same draw for the same ordinal, always; IndexError beyond the end."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +96,7 @@ class _Job:
     def check_rewards(self, tasks: object) -> None:
         """ConfigError for reward models that cannot score its programs on these tasks."""
         check_reward_models(
-            self.reward_models, tasks, is_agent=self.is_agent, is_late=self.late_rewards is not None
+            self.reward_models, tasks, is_agent=bool(self.agents), is_late=self.late_rewards is not None
         )
 
     def environment(self) -> EnvironmentRef:
@@ -110,9 +104,9 @@ class _Job:
         return environment_ref(self.env, **self.options)
 
     @property
-    def is_agent(self) -> bool:
-        """Whether its programs drive themselves."""
-        return issubclass(self.env, Agent)
+    def agents(self) -> frozenset[str]:
+        """Classes of its environments that drive themselves."""
+        return frozenset({self.env.__name__} if issubclass(self.env, Agent) else ())
 
     def model_folder(self) -> Path:
         """ConfigError when the model is not a folder on this machine."""
@@ -144,6 +138,10 @@ class RLJob(_Job):
     tasks: Tasks[Any] | Sequence[BaseModel] | TaskSource
     """A sequence is drawn from in a new seeded order each epoch, without end."""
     steps: int
+    weight: float = 1.0
+    """Of its own environment, beside those of `mixed`."""
+    mixed: tuple[MixedIn, ...] = ()
+    """Other environments that it trains on at the same time."""
     algorithm: Algorithm = field(default_factory=GRPO)
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     reference: str | Path | None = None
@@ -194,7 +192,18 @@ class RLJob(_Job):
         check_phases(self.algorithm, self.phases, self.steps)
         if self.reference is not None and not self._has_reference:
             raise ConfigError("reference: nothing is compared with it; give algorithm.kl, or leave it out")
-        check_teachers(self.teachers, self.algorithms, self.env.__name__, self.tasks)
+        fewest = 2 if any(algorithm.compares_group for algorithm in self.algorithms) else 1
+        check_mixed(
+            self.parts,
+            fewest=fewest,
+            total_tokens=self.limits.total_tokens,
+        )
+        for part in self.parts:
+            check_teachers(self.teachers, self.algorithms, part.env.__name__, part.tasks)
+            check_reward_models(
+                self.reward_models, part.tasks,
+                is_agent=part.is_agent, is_late=self.late_rewards is not None,
+            )  # fmt: skip
         check_prefixes(self.prefixes, self.teachers)
         if self.prefixes and self.algorithm.critic is not None:
             raise ConfigError(
@@ -236,8 +245,35 @@ class RLJob(_Job):
             return None
         return local_folder(self.model if self.critic is None else self.critic, "critic")
 
+    @property
+    def parts(self) -> tuple[MixedIn, ...]:
+        """All of its environments, its own first, each with what it has from the job."""
+        own = MixedIn(
+            env=self.env, tasks=self.tasks, weight=self.weight, options=self.options,
+            eval_tasks=self.eval_tasks, group_rewards=self.group_rewards,
+        )  # fmt: skip
+        size = self.algorithm.group_size
+        return tuple(
+            replace(part, group_size=part.group_size or size, limits=part.limits or self.limits)
+            for part in (own, *self.mixed)
+        )
+
+    @property
+    def agents(self) -> frozenset[str]:
+        """Classes of its environments that drive themselves."""
+        return frozenset(part.env.__name__ for part in self.parts if part.is_agent)
+
     def task_source(self) -> TaskSource:
-        return _source_of(self.tasks, self.seed)
+        """Of all of its environments."""
+        if not self.mixed:
+            return source_of(self.tasks, self.seed)
+        whole = sum(part.weight for part in self.parts)
+        return Mixed(
+            [
+                (part.weight / whole, Placed(source_of(part.tasks, self.seed), number, part.called))
+                for number, part in enumerate(self.parts)
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +316,7 @@ class RolloutJob(_Job):
             raise ConfigError(f"temperature: {self.temperature}; give more than 0, training needs chance")
         if self.zero_spread == "replace" and self.group_size == 1:
             raise ConfigError("zero_spread: 'replace' and group_size 1; one reward has no spread, use 'keep'")
+        self.check_rewards(self.tasks)
 
     @property
     def update_terms(self) -> UpdateTerms:
@@ -287,7 +324,7 @@ class RolloutJob(_Job):
         return _update_terms(self)
 
     def task_source(self) -> TaskSource:
-        return _source_of(self.tasks, self.seed)
+        return source_of(self.tasks, self.seed)
 
 
 def _update_terms(job: RLJob | RolloutJob) -> UpdateTerms:
@@ -300,7 +337,6 @@ def _check_flow(job: RLJob | RolloutJob) -> None:
     if job.at_update is not None and job.kv_at_update != "recompute":
         raise ConfigError("kv_at_update: at_update says it already; give one of them")
     open_sampler(job.sampler).check(job.groups_per_step)
-    job.check_rewards(job.tasks)
     if job.refills < 0:
         raise ConfigError(f"refills: {job.refills}; give 0 or more")
     size = job.group_size if isinstance(job, RolloutJob) else job.algorithm.group_size
@@ -308,11 +344,3 @@ def _check_flow(job: RLJob | RolloutJob) -> None:
         raise ConfigError(
             "group_rewards: group_size is 1, and one program is no group; give 2 or more, or leave it out"
         )
-
-
-def _source_of(tasks: Tasks[Any] | Sequence[BaseModel] | TaskSource, seed: int) -> TaskSource:
-    if isinstance(tasks, Tasks):
-        return tasks.stream(seed=seed)
-    if isinstance(tasks, Sequence):
-        return Tasks(tasks).stream(seed=seed)
-    return tasks

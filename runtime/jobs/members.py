@@ -107,15 +107,15 @@ class Members:
     def _settle(self, group_id: GroupId, running: TaskGroup) -> None:
         members = self._buffer.unsettled(group_id)
         if members and self._judge is not None:
-            task = self._openings.task_of(group_id)
-            running.start_soon(self._judged, self._judge, members, task)
+            part, task = self._openings.part_of(group_id), self._openings.task_of(group_id)
+            running.start_soon(self._judged, self._judge, members, part.name, task)
 
     async def _judged(
-        self, judge: GroupJudge, members: tuple[Trajectory, ...], task: dict[str, JsonValue]
+        self, judge: GroupJudge, members: tuple[Trajectory, ...], environment: str, task: dict[str, JsonValue]
     ) -> None:
         group_id = members[0].group_id
         try:
-            settled = await judge.judge(members, task)
+            settled = await judge.judge(members, environment, task)
         except ProgramError as error:
             self._come_to_nothing(group_id, members, Outcome(OutcomeKind.FAILED, str(error), error.blame))
             return
@@ -133,7 +133,7 @@ class Members:
 
     def _is_to_be_minded(self, group_id: GroupId, waiting: int) -> bool:
         has_rule = self._plan.stragglers is not None and group_id not in self._minded
-        return has_rule and 2 * waiting <= self._plan.group_size
+        return has_rule and 2 * waiting <= self._openings.part_of(group_id).group_size
 
     def _should_start_anew(self, trajectory: Trajectory) -> bool:
         outcome = trajectory.outcome

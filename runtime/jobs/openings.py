@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from sostenuto.envs.task import Draw
 from sostenuto.errors import ConfigError
 from sostenuto.records import Trajectory
-from sostenuto.runtime.jobs.plan import Plan
+from sostenuto.runtime.jobs.plan import Plan, PlanPart
 from sostenuto.runtime.jobs.seeds import seed_of
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.types import GroupId, ProgramId, Purpose, Version
@@ -99,6 +99,10 @@ class Openings:
         """Of a group that has not come to its end."""
         return self._plan.source.at(self._starts[group_id].ordinal).payload()
 
+    def part_of(self, group_id: GroupId) -> PlanPart:
+        """The environment of a group that has not come to its end."""
+        return self._plan.parts[self._plan.source.at(self._starts[group_id].ordinal).part]
+
     @property
     def waits(self) -> bool:
         """Whether something is to be started anew."""
@@ -152,23 +156,23 @@ class Openings:
         anew = f".{start.number}" if start.number > 1 else ""
         group_id = GroupId(f"{self._plan.name}-{draw.ordinal:06d}{anew}")
         self._starts[group_id] = start
-        task, plan = draw.payload(), self._plan
+        task, plan, part = draw.payload(), self._plan, self._plan.parts[draw.part]
         specs = tuple(
             ProgramSpec(
                 id=ProgramId(f"{group_id}-{member}"),
                 group_id=group_id,
                 task_id=draw.task_id,
                 purpose=Purpose.TRAIN,
-                environment=plan.environment,
+                environment=part.environment,
                 task=task,
-                limits=plan.limits,
+                limits=part.limits,
                 temperature=plan.temperature,
                 seed=seed_of(plan.seed, draw.ordinal, member, *([start.number] if anew else [])),
                 environment_seed=seed_of(plan.seed, draw.ordinal),
-                group_size=plan.group_size,
+                group_size=part.group_size,
                 routed_experts=plan.routed_experts,
                 trainable_until=self._trainable_until(),
             )
-            for member in range(plan.group_size)
+            for member in range(part.group_size)
         )
         return Opening(group_id, specs, start)

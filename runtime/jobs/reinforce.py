@@ -68,7 +68,7 @@ async def reinforce(job: RLJob, premises: Premises, say: Say, past: Past) -> Job
                 scored,
                 job,
                 at_update=job.update_terms,
-                of_agents=job.is_agent,
+                agents=job.agents,
                 around=premises.awaiting(
                     job.late_rewards,
                     say,
@@ -80,7 +80,7 @@ async def reinforce(job: RLJob, premises: Premises, say: Say, past: Past) -> Job
             await _open_trainer(job, premises, trainer, version)
             say(JobStarted(job.name, str(folder), version, premises.isolation))
             plan = replace(plan_of(job, root=past.root), source=continuations.source)
-            judge = judge_of(job.group_rewards, shop.renderer)
+            judge = judge_of({part.called: part.group_rewards for part in job.parts}, shop.renderer)
             supply = GroupSupply(plan, shop.rollouts, lambda: shop.dispatcher.version, say, judge=judge)
             course = _Course(job, past, shop, trainer, supply, diary, say, checkpoints)
             await _train(course, await _begin(course))
@@ -201,7 +201,7 @@ async def _step(course: _Course, step: int) -> None:
     supply.deployed()
     clock.published(anyio.current_time())
     told = step_trained(batch, report, clock, deployed, shop.dispatcher.version, step, job.steps)
-    told = replace(told, flow=flow)
+    told = replace(told, flow=flow, environments=supply.rewards_of(batch) if job.mixed else {})
     course.diary.step(told)
     course.say(told)
     for alarm in course.diary.alarms.look(told):
@@ -210,22 +210,26 @@ async def _step(course: _Course, step: int) -> None:
 
 
 async def _evaluate_if_asked(course: _Course, *, step: int) -> None:
-    """Run held-out tasks, unless that was done before the job was cut off."""
+    """Run held-out tasks, each environment's apart, unless that was done before the job was cut off."""
     job, shop, diary = course.job, course.shop, course.diary
-    if not len(job.eval_tasks):
-        return
-    evaluation = Evaluation(
-        job.eval_tasks, job.environment(), job.limits,
-        seed=job.seed, name=f"{job.name}-{step}", sampling=job.eval_sampling,
-    )  # fmt: skip
-    for temperature in (job.algorithm.temperature, 0.0):
-        if diary.has_evaluated(step, temperature):
+    for number, part in enumerate(job.parts):
+        if not len(part.eval_tasks):
             continue
-        told, _ = await evaluation.run(
-            shop.rollouts, temperature=temperature, step=step, version=shop.dispatcher.version
-        )
-        diary.evaluations.append(told)
-        course.say(told)
+        called = part.called if job.mixed else ""
+        evaluation = Evaluation(
+            part.eval_tasks, part.environment(), part.limits or job.limits,
+            seed=job.seed, name=f"{job.name}-{step}" + (f"-{called}" if number else ""),
+            sampling=job.eval_sampling,
+        )  # fmt: skip
+        for temperature in (job.algorithm.temperature, 0.0):
+            if diary.has_evaluated(step, temperature, called):
+                continue
+            told, _ = await evaluation.run(
+                shop.rollouts, temperature=temperature, step=step, version=shop.dispatcher.version
+            )
+            told = replace(told, environment=called)
+            diary.evaluations.append(told)
+            course.say(told)
 
 
 async def _save(course: _Course, step: int) -> None:

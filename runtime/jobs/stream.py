@@ -86,7 +86,7 @@ class Desk:
                     scored,
                     job,
                     at_update=job.update_terms,
-                    of_agents=job.is_agent,
+                    agents=job.agents,
                     around=premises.awaiting(job.late_rewards, say),
                 ) as shop,
             ):
@@ -108,7 +108,7 @@ class Desk:
         self._shop, self._weights, self._say = shop, weights, say
         self._supply = GroupSupply(
             plan_of_rollouts(self.job), shop.rollouts, lambda: shop.dispatcher.version, say,
-            judge=judge_of(self.job.group_rewards, shop.renderer),
+            judge=judge_of({self.job.env.__name__: self.job.group_rewards}, shop.renderer),
         )  # fmt: skip
         try:
             async with anyio.create_task_group() as generation:

@@ -22,6 +22,7 @@ from sostenuto.runtime.jobs.group_rewards import GroupJudge
 from sostenuto.runtime.jobs.members import Members
 from sostenuto.runtime.jobs.openings import KeptGroup, Openings, Start
 from sostenuto.runtime.jobs.plan import Plan
+from sostenuto.runtime.jobs.sources import NAMED
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.trainer.buffer import Buffer, ReadyGroup, Taken
 from sostenuto.trainer.buffer import Dropped as DroppedProgram
@@ -176,6 +177,14 @@ class GroupSupply:
             self._deployed(), self._plan.max_staleness, self._plan.groups_per_step, self._learning
         )
 
+    def rewards_of(self, batch: Batch) -> dict[str, float]:
+        """The mean of each environment's programs in a batch that have one."""
+        of: dict[str, list[float]] = {}
+        for member in batch.members:
+            if member.reward is not None:
+                of.setdefault(self._plan.part_of(member.task_id).name, []).append(member.reward)
+        return {name: sum(rewards) / len(rewards) for name, rewards in of.items()}
+
     @property
     def in_hand(self) -> tuple[ReadyGroup, ...]:
         """Groups that were handed out, and have no outcome yet."""
@@ -190,9 +199,8 @@ class GroupSupply:
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Where to go on: what was opened and has no outcome is sampled anew, before what was never drawn."""
-        curriculum = self._plan.curriculum
         return {
-            "curriculum": None if curriculum is None else curriculum.state_dict(),
+            "curricula": {name: drawn.state_dict() for name, drawn in self._plan.curricula.items()},
             "used": self._used - len(self._in_hand),
             "tasks": self._openings.state_dict(self._unfinished),
             "sampler": self._buffer.sampler.state_dict(),
@@ -217,15 +225,18 @@ class GroupSupply:
         return len(kept)
 
     def _restore(self, group: KeptGroup, deployed: Version) -> tuple[DroppedProgram, ...]:
-        if group.fault:
-            return tuple(DroppedProgram(member.program_id, group.fault) for member in group.members)
+        # What was told of a group together is not in the records of its members.
+        fault = group.fault or ("group_rewards" if self._judges else "")
+        if fault:
+            return tuple(DroppedProgram(member.program_id, fault) for member in group.members)
         return self._buffer.restore(group.group_id, group.members, deployed, self._plan.max_staleness)
 
     def load_state_dict(self, state: Mapping[str, Any], there: Mapping[GroupId, Start] | None = None) -> None:
         """Before `generate`.  ConfigError for a state of another job."""
         self._used = int(state["used"])
-        if self._plan.curriculum is not None and state.get("curriculum"):
-            self._plan.curriculum.load_state_dict(state["curriculum"])
+        for name, curriculum in self._plan.curricula.items():
+            if name in state.get("curricula", {}):
+                curriculum.load_state_dict(state["curricula"][name])
         self._openings.load_state_dict(state["tasks"], there)
         self._buffer.sampler.load_state_dict(state["sampler"])
 
@@ -315,8 +326,9 @@ class GroupSupply:
             self._quarantined.add(task_id)
             self._say(Quarantined(task_id))
         self._count(trajectory)
-        if self._plan.curriculum is not None and trajectory.reward is not None:
-            self._plan.curriculum.observe(task_id, trajectory.reward)
+        part = self._plan.part_of(task_id)
+        if part.curriculum is not None and trajectory.reward is not None:
+            part.curriculum.observe(task_id.removeprefix(f"{part.name}{NAMED}"), trajectory.reward)
 
     def _give_up(self) -> None:
         """End the groups that the sampler gives up; their tasks are started anew, once."""

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 from sostenuto.envs.declaration import declaration
+from sostenuto.envs.environment import Environment
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.jobs.events import WarmStartStep
 from sostenuto.runtime.jobs.job import RLJob
@@ -32,20 +34,22 @@ async def warm_start(job: RLJob, trainer: TrainerClient, renderer: Renderer, say
 
 def _samples(job: RLJob, renderer: Renderer) -> Iterator[Sample]:
     """Demonstrations of the job's tasks, in the order in which they are drawn, again and again."""
-    tools = tuple(declared.tool.schema for declared in declaration(job.env).tools.values())
+    parts = job.parts
+    tools = [tuple(d.tool.schema for d in declaration(part.env).tools.values()) for part in parts]
     source, ordinal = job.task_source(), 0
     while True:
         draw = source.at(ordinal)
         ordinal += 1
-        messages = job.env.demonstrate(draw.task, Random(seed_of("demonstration", job.seed, ordinal)))
+        env = parts[draw.part].env
+        messages = env.demonstrate(draw.task, Random(seed_of("demonstration", job.seed, ordinal)))
         if not messages:
-            raise ConfigError(f"warm_start: {job.env.__name__}.demonstrate gave no conversation")
-        for shown in demonstrate(renderer, _with_system(job, messages), tools):
+            raise ConfigError(f"warm_start: {env.__name__}.demonstrate gave no conversation")
+        for shown in demonstrate(renderer, _with_system(env, messages), tools[draw.part]):
             yield as_sample(shown.token_ids, shown.mask, origin=f"demonstration {ordinal}")
 
 
-def _with_system(job: RLJob, messages: list[Message]) -> list[Message]:
+def _with_system(env: type[Environment[Any]], messages: list[Message]) -> list[Message]:
     """As a rollout begins: with the environment's system message, if it has one."""
-    if not job.env.system or messages[0].role == "system":
+    if not env.system or messages[0].role == "system":
         return messages
-    return [Message("system", job.env.system), *messages]
+    return [Message("system", env.system), *messages]

@@ -10,6 +10,7 @@ import anyio
 import anyio.to_thread
 
 from sostenuto.errors import lone_error
+from sostenuto.records import Trajectory
 from sostenuto.runtime.agent_runner import AgentRunner
 from sostenuto.runtime.config import RuntimeConfig
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
@@ -23,7 +24,7 @@ from sostenuto.runtime.jobs.late import AwaitedRewards
 from sostenuto.runtime.jobs.rewarding import LateRewards
 from sostenuto.runtime.journal import Journal, VersionPublished
 from sostenuto.runtime.ledger import Ledger
-from sostenuto.runtime.program import Timeouts, ToolServer
+from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
 from sostenuto.runtime.publishing import Publication, UpdatePolicy
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
@@ -106,12 +107,12 @@ async def open_workshop(
     job: Engaging,
     *,
     at_update: UpdateTerms = DEFAULT,
-    of_agents: bool = False,
+    agents: frozenset[str] = frozenset(),
     around: Around | None = None,
 ) -> AsyncGenerator[Workshop]:
     """Start the job's engines on its model folder, and a dispatcher on the engines.
 
-    `of_agents`: its programs drive themselves, and find their model behind a gateway of the job's own.
+    `agents`: the classes whose programs drive themselves, and find their model behind a gateway of the job's.
     `around`: gives whoever runs them in place of the usual one.
     """
     config = premises.config
@@ -136,20 +137,33 @@ async def open_workshop(
             premises.engines.begun(crew, dispatcher, ground),
         ):
             premises.journal.write(VersionPublished(version, step=0))
-            async with _runner(dispatcher, folder, premises, job.name, of_agents=of_agents) as runner:
+            async with _runner(dispatcher, folder, premises, job.name, agents) as runner:
                 wrapped = around(runner, dispatcher) if around else runner
                 rollouts = Rollouts(wrapped, premises.ledger, premises.journal, trace=trace)
                 with premises.limiting(dispatcher.limit):
                     yield Workshop(premises, renderer, dispatcher, rollouts)
 
 
+class _Either:
+    """A Runner, of programs that are driven and of those that drive themselves."""
+
+    def __init__(self, dispatcher: Runner, runner: Runner, agents: frozenset[str]) -> None:
+        self._dispatcher = dispatcher
+        self._runner = runner
+        self._agents = agents
+
+    async def run(self, spec: ProgramSpec) -> Trajectory:
+        drives_itself = spec.environment.name in self._agents
+        return await (self._runner if drives_itself else self._dispatcher).run(spec)
+
+
 @asynccontextmanager
 async def _runner(
-    dispatcher: Dispatcher, folder: ModelFolder, premises: Premises, name: str, *, of_agents: bool
+    dispatcher: Dispatcher, folder: ModelFolder, premises: Premises, name: str, agents: frozenset[str]
 ) -> AsyncGenerator[Runner]:
-    if not of_agents:
+    if not agents:
         yield dispatcher
         return
     settings = premises.config.gateway
     async with open_gateway(dispatcher, folder, None, settings, prefix=f"{name}/gateway") as gateway:
-        yield AgentRunner(dispatcher, gateway)
+        yield _Either(dispatcher, AgentRunner(dispatcher, gateway), agents)

@@ -22,6 +22,13 @@ class Curve:
             case _:
                 pass
 
+    def _by_label(self) -> dict[str, list[Evaluated]]:
+        by: dict[str, list[Evaluated]] = {}
+        for told in self._held_out:
+            how = "greedy" if told.temperature == 0 else "sampled"
+            by.setdefault(" ".join(filter(None, (f"held-out, {how}", told.environment))), []).append(told)
+        return by
+
     def draw(self, path: Path) -> bool:
         """Write a PNG; False when there was nothing to draw."""
         if not self._steps:
@@ -34,8 +41,7 @@ class Curve:
         plot: Any = plt
         figure, axes = plot.subplots(figsize=(7, 4))
         axes.plot([s.step for s in self._steps], [s.reward for s in self._steps], label="batch, sampled")
-        for greedy, label in ((False, "held-out, sampled"), (True, "held-out, greedy")):
-            told = [e for e in self._held_out if (e.temperature == 0) == greedy]
+        for label, told in self._by_label().items():
             axes.plot([e.step for e in told], [e.reward for e in told], "o--", label=label)
         axes.set(xlabel="step", ylabel="mean reward", ylim=(-0.02, 1.02))
         axes.grid(visible=True, alpha=0.3)

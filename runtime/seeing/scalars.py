@@ -55,6 +55,7 @@ def scalars_of(event: JobEvent) -> tuple[int, dict[str, float]] | None:
 def _of_step(event: StepTrained) -> dict[str, float | None]:
     return {
         "reward/mean": event.reward,
+        **{f"reward/{name}": reward for name, reward in event.environments.items()},
         "reward/skipped_groups": event.skipped,
         "staleness/mean": event.staleness_mean,
         "staleness/max": event.staleness_max,
@@ -97,11 +98,12 @@ def _of_flow(flow: FlowSeen) -> dict[str, float | None]:
 
 def _of_evaluation(event: Evaluated) -> dict[str, float | None]:
     how = "greedy" if event.temperature == 0 else "sampled"
+    held_out = f"held_out/{event.environment}" if event.environment else "held_out"
     return {
-        f"held_out/{how}": event.reward,
-        f"held_out/{how}_low": event.low,
-        f"held_out/{how}_high": event.high,
-        f"held_out/{how}_turns": event.turns,
-        "held_out/failed": event.failed,
-        **{f"held_out/{how}_pass_at_{k}": share for k, share in event.pass_at.items()},
+        f"{held_out}/{how}": event.reward,
+        f"{held_out}/{how}_low": event.low,
+        f"{held_out}/{how}_high": event.high,
+        f"{held_out}/{how}_turns": event.turns,
+        f"{held_out}/failed": event.failed,
+        **{f"{held_out}/{how}_pass_at_{k}": share for k, share in event.pass_at.items()},
     }

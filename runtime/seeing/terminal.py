@@ -147,8 +147,9 @@ def _held_out(told: Evaluated) -> str:
     ks = "".join(f", pass@{k} {share:.3f}" for k, share in sorted(told.pass_at.items()) if k > 1)
     failed = f", {told.failed} failed" if told.failed else ""
     mixed = f", versions {told.versions[0]} to {told.versions[-1]}" if len(told.versions) > 1 else ""
+    where = f", {escape(told.environment)}" if told.environment else ""
     return (
-        f"held-out, step {told.step}, {how}: [bold]{told.reward:.3f}[/]{escape(about)}{ks} "
+        f"held-out{where}, step {told.step}, {how}: [bold]{told.reward:.3f}[/]{escape(about)}{ks} "
         f"({told.programs} programs{failed}{mixed}, {told.elapsed_s:.1f} s)"
     )
 
@@ -169,7 +170,7 @@ def _show_evaluations(console: Console, result: JobResult) -> None:
     for told in result.evaluations:
         temperature = "greedy" if told.temperature == 0 else f"{told.temperature:g}"
         table.add_row(
-            str(told.step),
+            f"{escape(told.environment)} {told.step}".lstrip(),
             str(told.version),
             temperature,
             f"{told.reward:.3f}",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sostenuto.runtime.jobs.job import RLJob as RLJob
     from sostenuto.runtime.jobs.job import RolloutJob as RolloutJob
     from sostenuto.runtime.jobs.job import WarmStart as WarmStart
+    from sostenuto.runtime.jobs.mixed import MixedIn as MixedIn
     from sostenuto.runtime.jobs.phases import Phase as Phase
     from sostenuto.runtime.jobs.prefixes import Prefixes as Prefixes
     from sostenuto.runtime.jobs.reward_model import RewardModel as RewardModel
@@ -123,6 +124,7 @@ _HOME = {
     "Span": "records",
     "StopReason": "types",
     "TIS": "trainer.parts",
+    "MixedIn": "runtime.jobs.mixed",
     "OPD": "trainer.algorithms",
     "Phase": "runtime.jobs.phases",
     "Prefixes": "runtime.jobs.prefixes",
@@ -175,6 +177,7 @@ __all__ = [
     "Limits",
     "McpServer",
     "Message",
+    "MixedIn",
     "Phase",
     "Prefixes",
     "RLJob",
