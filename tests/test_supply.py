@@ -14,11 +14,12 @@ from fakes import FakeEngine, FakeRenderer, FakeTools
 from sostenuto.envs.environment import Environment
 from sostenuto.errors import SostenutoError, lone_error
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
+from sostenuto.runtime.jobs.batch import Batch
 from sostenuto.runtime.jobs.events import Dropped, JobEvent, NoSignal, Stalled
 from sostenuto.runtime.jobs.group_rewards import GroupJudge
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.plan import plan_of
-from sostenuto.runtime.jobs.supply import Batch, GroupSupply
+from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.journal import Journal
 from sostenuto.runtime.ledger import Ledger
 from sostenuto.runtime.rollouts import Rollouts, Runner

@@ -8,8 +8,8 @@ import numpy as np
 
 from sostenuto.records import Trajectory
 from sostenuto.runtime.jobs.alarms import Alarms, AlarmSettings
+from sostenuto.runtime.jobs.batch import Batch
 from sostenuto.runtime.jobs.events import Evaluated, JobResult, StepTrained, TimeSplit
-from sostenuto.runtime.jobs.supply import Batch
 from sostenuto.runtime.ledger import LedgerStatistics
 from sostenuto.trainer.reports import StepReport
 from sostenuto.types import Usage, Version

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 
 from sostenuto.errors import SostenutoError
 from sostenuto.records import Trajectory
+from sostenuto.runtime.jobs.batch import Batch
 from sostenuto.runtime.jobs.events import Dropped, GivenUp, JobEvent, NoSignal, Quarantined, Stalled
 from sostenuto.runtime.jobs.group_rewards import GroupJudge
 from sostenuto.runtime.jobs.members import Members
@@ -42,26 +43,6 @@ class _Lost:
 
     programs: int = 0
     reasons: deque[str] = field(default_factory=lambda: deque[str](maxlen=3))
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one step takes."""
-
-    groups: tuple[ReadyGroup, ...]
-    skipped: tuple[ReadyGroup, ...]
-    """Equal rewards, nothing to learn."""
-    lineage: Lineage
-
-    def staleness(self, deployed: Version) -> list[int]:
-        """Of each member, when `deployed` is."""
-        oldest = [member.oldest_version or deployed for member in self.members]
-        return [self.lineage.staleness(version, deployed) for version in oldest]
-
-    @property
-    def members(self) -> list[Trajectory]:
-        """Of all groups, the skipped ones included."""
-        return [member for group in (*self.groups, *self.skipped) for member in group.members]
 
 
 class GroupSupply:
