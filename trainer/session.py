@@ -15,6 +15,7 @@ from sostenuto.trainer.drafter import Drafter, open_drafter
 from sostenuto.trainer.learner import Learner
 from sostenuto.trainer.model import Policy, load_reference, open_policy, shared_policy
 from sostenuto.trainer.parts import Critic as CriticPart
+from sostenuto.trainer.publication.auto import resolved
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.trainer.publication.sender import Sender, open_sender
 from sostenuto.trainer.publication.snapshot import unique_tensors
@@ -128,9 +129,10 @@ class Session:
             ranks=self._ranks,
         )
         self.close()
-        self._sends_shares = settings.publication.transport == "point_to_point"
+        publication = resolved(settings.publication, weight_bytes(self._learner), self._ranks)
+        self._sends_shares = publication.transport == "point_to_point"
         if self._sends_shares or not self._ranks.index:
-            self._sender = open_sender(settings.publication, self._ranks)
+            self._sender = open_sender(publication, self._ranks)
         return self._facts()
 
     def _open_critic(self, command: Open, policy: Policy, settings: LearnerSettings) -> Critic | None:

@@ -62,14 +62,30 @@ class LoraSettings(Section):
     """Names of linear layers, such as q_proj; None: all but the output layer and routers."""
 
 
+class Receivers(Section):
+    """The engines of a job, as far as publication is concerned."""
+
+    count: int = Field(default=1, gt=0)
+    local: bool = True
+    """All are on the trainer's machine."""
+
+    files_alone: bool = False
+    """One of them takes weights from files, and not over the network of this project's own."""
+
+    quantized: bool = False
+
+
 class PublicationSettings(Section):
     """How new weights get to the engines."""
 
-    transport: Literal["shared_memory", "disk", "disk_delta", "broadcast", "point_to_point"] = "shared_memory"
+    transport: Literal["shared_memory", "disk", "disk_delta", "broadcast", "point_to_point", "auto"] = (
+        "shared_memory"
+    )
     """shared_memory: engines on this machine serve what the trainer wrote into memory.  disk: a file in
     `directory`, for engines on machines that share it.  disk_delta: what changed since the version before,
     and a full file now and then.  broadcast: over the network, to all engines together.
-    point_to_point: over the network, from every rank of the trainer to every engine.
+    point_to_point: over the network, from every rank of the trainer to every engine.  auto: the one that
+    should be the fastest by what is measured at the start; the log says why.
     """
 
     directory: str | None = None
@@ -91,6 +107,12 @@ class PublicationSettings(Section):
 
     deadline_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     """How long one engine may keep the sender, and with broadcast the other engines, waiting."""
+
+    expected_change: float = Field(default=0.2, ge=0, le=1)
+    """Share of the elements that a step changes, as far as auto is concerned."""
+
+    engines: Receivers = Receivers()
+    """Whom auto counts on.  Jobs say it of their own engines, unless you do."""
 
     @model_validator(mode="after")
     def _disk_has_a_folder(self) -> Self:

@@ -23,6 +23,7 @@ from sostenuto.runtime.jobs.group_rewards import judge_of
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.past import JOB_OVER, Notes, Past
 from sostenuto.runtime.jobs.plan import plan_of
+from sostenuto.runtime.jobs.receiving import with_receivers
 from sostenuto.runtime.jobs.supply import GroupSupply
 from sostenuto.runtime.jobs.warm_start import warm_start
 from sostenuto.runtime.jobs.watching import flow_seen
@@ -97,7 +98,7 @@ async def reinforce(job: RLJob, premises: Premises, say: Say, past: Past) -> Job
 async def _open_trainer(job: RLJob, premises: Premises, trainer: TrainerClient, version: Version) -> None:
     await trainer.open(
         job.model_folder(),
-        job.learner,
+        with_receivers(job.learner, premises.config),
         seed=job.seed,
         version=version,
         draft=premises.config.engine.draft_model,
