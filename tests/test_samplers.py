@@ -95,6 +95,10 @@ class Sampled:
             self._use(group)
         if taken.batch:
             self.learning = len(taken.batch)
+            for drop in self.buffer.evict(
+                self.version, self.bound, per_version=self.batch, learning=self.learning
+            ):
+                self.ends[drop.program_id] += 1
             heapq.heappush(self.events, (self.now_s + self.learn_s, -1, -1))
 
     def _use(self, group: ReadyGroup) -> None:
@@ -205,6 +209,24 @@ def add_group(buffer: Buffer, name: str, rewards: Sequence[float]) -> None:
     buffer.open(GroupId(name), members, V0)
     for member, reward in zip(members, rewards, strict=True):
         buffer.add(trajectory(member, reward, group=name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_every_batch_to_come_is_too_late_for_is_dropped_as_stale_and_leaves_its_place(name: str):
+    buffer = Buffer(sampler=open_sampler(name))
+    for group in "abc":
+        add_group(buffer, group, [1.0, 0.0])
+    taken = buffer.take(2, V0, 0)
+    assert len(taken.batch) == 2
+    assert taken.dropped == ()
+    assert buffer.evict(V0, 1, per_version=2, learning=2) == ()
+    before = buffer.room(V0, 0, per_version=2, learning=1)
+    dropped = buffer.evict(V0, 0, per_version=2, learning=2)
+    assert {(drop.program_id, drop.reason, drop.detail) for drop in dropped} == {
+        (f"c.{member}", "stale", "staleness 1 when it could be used, bound 0") for member in (0, 1)
+    }
+    assert buffer.room(V0, 0, per_version=2, learning=1) == before + 1
+    assert buffer.evict(V0, 0, per_version=2, learning=2) == ()
 
 
 def test_a_sampler_of_ones_own_can_evict_and_is_refused_what_it_was_not_asked_for():

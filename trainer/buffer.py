@@ -186,17 +186,22 @@ class Buffer:
         were taken since the last one.
         """
         dropped = self._cast_out(lambda group: self._unusable(group, deployed, max_staleness))
+        dropped += self.evict(deployed, max_staleness, per_version=per_version or groups, learning=used)
         standing = self.standing(deployed, max_staleness, per_version or groups, used)
-        evicted = self.sampler.evict(standing)
-        if evicted:
-            dropped += self._cast_out(lambda group: _evicted(group, evicted))
-            standing = self.standing(deployed, max_staleness, per_version or groups, used)
         batch = self._selected(standing, groups)
         skipped = [group for group in batch if self._zero_spread == "skip" and not group.has_signal]
         for group in skipped:
             dropped.extend(group.drop("no_signal", group.describe_rewards()))
         learnt = [group for group in batch if group not in skipped]
         return Taken(tuple(learnt), tuple(skipped), tuple(dropped))
+
+    def evict(
+        self, deployed: Version, max_staleness: int, *, per_version: int, learning: int
+    ) -> tuple[Dropped, ...]:
+        """Drop the ready groups that the sampler has no use for."""
+        standing = self.standing(deployed, max_staleness, per_version, learning)
+        evicted = self.sampler.evict(standing)
+        return tuple(self._cast_out(lambda group: _evicted(group, evicted, standing))) if evicted else ()
 
     def give_up(
         self, deployed: Version, max_staleness: int, *, per_version: int, learning: int
@@ -314,8 +319,11 @@ class Buffer:
         return ()
 
 
-def _evicted(group: ReadyGroup, evicted: Mapping[GroupId, str]) -> tuple[Dropped, ...]:
-    return group.drop("evicted", evicted[group.group_id]) if group.group_id in evicted else ()
+def _evicted(group: ReadyGroup, evicted: Mapping[GroupId, str], standing: Standing) -> tuple[Dropped, ...]:
+    if group.group_id not in evicted:
+        return ()
+    is_stale = standing.staleness_at_use(group.oldest_version) > standing.max_staleness
+    return group.drop("stale" if is_stale else "evicted", evicted[group.group_id])
 
 
 def _trainable(group: _OpenGroup) -> tuple[Trajectory, ...]:

@@ -44,6 +44,10 @@ class Standing:
     def staleness(self, version: Version) -> int:
         return self.lineage.staleness(version, self.deployed)
 
+    def staleness_at_use(self, version: Version) -> int:
+        """At the earliest: what was taken raises the version before a group that is ready now can be used."""
+        return self.staleness(version) + self.learning // self.groups_per_step
+
 
 class Sampler(Protocol):
     """A policy, one for each job; it is asked, and changes nothing but its own state."""
@@ -66,7 +70,10 @@ class Sampler(Protocol):
         ...
 
     def evict(self, standing: Standing) -> Mapping[GroupId, str]:
-        """Ready groups that are to be dropped now, and why; those beyond the bound are gone already."""
+        """Ready groups that are to be dropped now, and why; those beyond the bound are gone already.
+
+        Counted as dropped(stale) where they would be beyond it when they could be used, else as evicted.
+        """
         ...
 
     def should_abort(self, group: RunningGroup, standing: Standing) -> str:
@@ -103,8 +110,13 @@ class _Paced:
         )
 
     def evict(self, standing: Standing) -> Mapping[GroupId, str]:
-        del standing
-        return {}
+        """What every batch to come would be too late for: its place is another's at once."""
+        ages = {group.group_id: standing.staleness_at_use(group.oldest_version) for group in standing.ready}
+        return {
+            group_id: f"staleness {age} when it could be used, bound {standing.max_staleness}"
+            for group_id, age in ages.items()
+            if age > standing.max_staleness
+        }
 
     def should_abort(self, group: RunningGroup, standing: Standing) -> str:
         del group, standing

@@ -251,6 +251,15 @@ class GroupSupply:
         self._learning += places
         self._used += places
         self._in_hand |= {group.group_id: group for group in taken.batch}
+        # What is left and has become useless by this leaves its place to what is not.
+        self._drop(
+            self._buffer.evict(
+                self._deployed(),
+                self._plan.max_staleness,
+                per_version=self._plan.groups_per_step,
+                learning=self._learning,
+            )
+        )
         self._notify()
 
     async def _wait(self) -> None:
