@@ -194,6 +194,7 @@ class TrainFile(_JobFile):
     sampler: str = "fifo"
     refills: int = Field(default=1, ge=0)
     stragglers: Stragglers | None = None
+    stalled_after_s: float = Field(default=30.0, gt=0)
     group_rewards: GroupRewards | None = None
     eval_every: int = Field(default=0, ge=0)
     eval_sampling: Sampling = Sampling()

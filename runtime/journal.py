@@ -30,7 +30,8 @@ CREATE TABLE IF NOT EXISTS programs (
     stage TEXT NOT NULL, kind TEXT, reason TEXT, blame TEXT);
 CREATE TABLE IF NOT EXISTS trajectories (program_id TEXT PRIMARY KEY, record BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (
-    id TEXT PRIMARY KEY, job TEXT NOT NULL, ordinal INTEGER NOT NULL, start INTEGER NOT NULL, step INTEGER);
+    id TEXT PRIMARY KEY, job TEXT NOT NULL, ordinal INTEGER NOT NULL, start INTEGER NOT NULL,
+    size INTEGER NOT NULL, step INTEGER);
 CREATE INDEX IF NOT EXISTS programs_by_group ON programs (group_id);
 CREATE TABLE IF NOT EXISTS versions (
     epoch INTEGER, number INTEGER, step INTEGER, PRIMARY KEY (epoch, number));
@@ -83,6 +84,8 @@ class GroupOpened:
     """Of its draw, among the tasks of the job."""
     start: int
     """1, or more where the draw was started before and given up."""
+    size: int
+    """Members that it begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +228,9 @@ def _execute_other(
     connection: sqlite3.Connection, entry: GroupOpened | GroupTrained | VersionPublished | FactStated
 ) -> None:
     match entry:
-        case GroupOpened(group_id, job, ordinal, start):
-            row = (group_id, job, ordinal, start)
-            connection.execute("INSERT INTO groups VALUES (?, ?, ?, ?, NULL)", row)
+        case GroupOpened(group_id, job, ordinal, start, size):
+            row = (group_id, job, ordinal, start, size)
+            connection.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, NULL)", row)
         case GroupTrained(group_id, step):
             connection.execute("UPDATE groups SET step = ? WHERE id = ?", (step, group_id))
         case VersionPublished(version, step):
@@ -249,6 +252,7 @@ class GroupEntry:
     group_id: GroupId
     ordinal: int
     start: int
+    size: int
     step: int | None
     """In which it was trained, at last."""
     programs: Mapping[ProgramId, Stage | Outcome]
@@ -286,13 +290,15 @@ class JournalReader:
     def groups(self, job: str) -> list[GroupEntry]:
         """Of a job, in the order in which they were opened."""
         query = (
-            "SELECT g.id, g.ordinal, g.start, g.step, p.id, p.stage, p.kind, p.reason, p.blame "
+            "SELECT g.id, g.ordinal, g.start, g.size, g.step, p.id, p.stage, p.kind, p.reason, p.blame "
             "FROM groups g JOIN programs p ON p.group_id = g.id WHERE g.job = ? ORDER BY g.rowid, p.rowid"
         )
         rows = self._connection.execute(query, (job,))
         return [
-            GroupEntry(GroupId(id_), ordinal, start, step, {row[4]: _state(*row[5:]) for row in members})
-            for (id_, ordinal, start, step), members in groupby(rows, key=itemgetter(0, 1, 2, 3))
+            GroupEntry(
+                GroupId(id_), ordinal, start, size, step, {row[5]: _state(*row[6:]) for row in members}
+            )
+            for (id_, ordinal, start, size, step), members in groupby(rows, key=itemgetter(0, 1, 2, 3, 4))
         ]
 
     def records(self, programs: Iterable[ProgramId]) -> list[Trajectory]:

@@ -82,9 +82,9 @@ class Rollouts:
         """A program that runs ends as `outcome` now; whoever runs it cancels it after this."""
         self._recalled[program_id] = outcome
 
-    def opened(self, group_id: GroupId, job: str, ordinal: int, start: int) -> None:
-        """A group of a job is about to run, on the draw of this ordinal."""
-        self._journal.write(GroupOpened(group_id, job, ordinal, start))
+    def opened(self, group: GroupOpened) -> None:
+        """A group is about to run."""
+        self._journal.write(group)
 
     def trained(self, group_id: GroupId, step: int) -> None:
         """A group was learnt from in this step; its programs' outcomes are the caller's to enter."""

@@ -20,7 +20,7 @@ from sostenuto.runtime.tool_keeper import Link, ToolKeeper
 from sostenuto.runtime.tool_place import Place, best, key_of
 from sostenuto.runtime.tool_stays import RETURN_S, Stay
 from sostenuto.scheduler.actions import ToolServerJoined
-from sostenuto.tools.wire import EnvironmentRef, Moved, Prepared, Reward
+from sostenuto.tools.wire import EnvironmentRef, Moved, Prepared, ProgramState, Reward
 from sostenuto.types import CallId, Episode, ProgramId, SandboxRung, ToolCall, ToolResult
 
 Tell = Callable[[ToolServerJoined], None]
@@ -116,6 +116,14 @@ class ToolFleet:
         moved = await stay.ask(lambda client: client.move(program_id, rung))
         stay.moved(moved)
         return moved
+
+    async def state_of(self, program_id: ProgramId) -> ProgramState | None:
+        """What its server says of it; None when it has nothing there."""
+        stay = self._stays.get(program_id)
+        if stay is None:
+            return None
+        programs = (await stay.place.ask(lambda client: client.state())).programs
+        return next((state for state in programs if state.program_id == program_id), None)
 
     async def release(self, program_id: ProgramId) -> None:
         """Return when the program holds nothing any more, at once where its server is gone."""

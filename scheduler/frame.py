@@ -6,7 +6,7 @@ compared differ in their hooks alone.
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from sostenuto.scheduler.actions import (
@@ -40,7 +40,7 @@ from sostenuto.scheduler.actions import (
 from sostenuto.scheduler.fleet import AgeQueue, EngineSeat
 from sostenuto.scheduler.leases import Leases
 from sostenuto.scheduler.lifecycle import Move, Phase, after
-from sostenuto.scheduler.program import NEVER, Program, Reason, Snapshot
+from sostenuto.scheduler.program import NEVER, Doing, Program, Reason, Snapshot
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.scheduler.updates import Updates
 from sostenuto.types import ProgramId
@@ -121,6 +121,11 @@ class Frame(Updates):
             self._programs.values(), self._engines.values(), waiting=self._waiting_count(),
             late_events=self._late_events, waited_s=self._waited_s,
         )  # fmt: skip
+
+    def oldest(self, program_ids: Iterable[ProgramId]) -> Doing | None:
+        """Of those that are not over, the one that was submitted first, and what it does."""
+        here = [self._programs[program_id] for program_id in program_ids if program_id in self._programs]
+        return Doing.of(min(here, key=lambda program: program.rank)) if here else None
 
     def waits_of(self, program_id: ProgramId) -> dict[Reason, float]:
         """Seconds that a program which is not over has waited so far, by reason."""

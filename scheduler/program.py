@@ -146,6 +146,27 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
+class Doing:
+    """One program, for people."""
+
+    program_id: ProgramId
+    phase: Phase
+    since_s: float
+    """When its phase began."""
+    turn: int
+    tool: str
+    """Whose return it waits for; empty: none's."""
+    engine: EngineId | None
+    """Where its KV is."""
+
+    @classmethod
+    def of(cls, program: Program) -> "Doing":
+        engine = program.engine.id if program.engine else None
+        tool = program.tool if program.phase in {Phase.ACTING, Phase.PARKED} else ""
+        return cls(program.id, program.phase, program.since_s, program.turn, tool, engine)
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """For people and tests."""
 

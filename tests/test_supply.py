@@ -4,7 +4,7 @@ import random
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 import pytest
@@ -14,8 +14,9 @@ from fakes import FakeEngine, FakeRenderer, FakeTools
 from sostenuto.envs.environment import Environment
 from sostenuto.errors import SostenutoError, lone_error
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
+from sostenuto.runtime.inspection import oldest_of
 from sostenuto.runtime.jobs.batch import Batch
-from sostenuto.runtime.jobs.events import Dropped, JobEvent, NoSignal, Stalled
+from sostenuto.runtime.jobs.events import Dropped, JobEvent, NoSignal, Stalled, as_json
 from sostenuto.runtime.jobs.group_rewards import GroupJudge
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.plan import plan_of
@@ -24,10 +25,10 @@ from sostenuto.runtime.journal import Journal
 from sostenuto.runtime.ledger import Ledger
 from sostenuto.runtime.rollouts import Rollouts, Runner
 from sostenuto.scheduler.settings import SchedulerSettings
-from sostenuto.tools.wire import Reward
+from sostenuto.tools.wire import ProgramState, Reward
 from sostenuto.trainer.algorithms import GRPO
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.types import CallId, EngineId, Episode, ProgramId, ToolCall, ToolResult
+from sostenuto.types import CallId, EngineId, Episode, ProgramId, SandboxRung, ToolCall, ToolResult
 
 pytestmark = pytest.mark.looptime
 
@@ -80,8 +81,10 @@ class Course:
     around: Callable[[Runner], Runner] = lambda runner: runner
     seen: list[Batch] = field(default_factory=list[Batch])
     supply: GroupSupply = field(init=False)
+    tools: FakeTools = field(default_factory=FakeTools)
 
     async def run(self, tools: FakeTools) -> None:
+        self.tools = tools
         engine = FakeEngine(("!look a", "done"), kv_tokens=4000, concurrency=16)
         with closing(sqlite3.connect(":memory:")) as connection:
             settings = SchedulerSettings(live_programs=64)
@@ -92,8 +95,9 @@ class Course:
 
     async def _train(self, dispatcher: Dispatcher, rollouts: Rollouts) -> None:
         supply = self.supply = GroupSupply(
-            plan_of(self.job), rollouts, lambda: dispatcher.version, self.said.append, self.judge
-        )
+            plan_of(self.job), rollouts, lambda: dispatcher.version, self.said.append, self.judge,
+            inspect=lambda programs: oldest_of(dispatcher, self.tools, programs),
+        )  # fmt: skip
         async with anyio.create_task_group() as generation:
             generation.start_soon(supply.generate)
             for _ in range(self.job.steps):
@@ -140,12 +144,48 @@ async def test_finished_work_is_used_within_the_bound_whatever_it_took(staleness
     }
 
 
-async def test_a_trainer_that_waits_long_is_told_for_whom():
-    course = Course(job(staleness=0, steps=1), 1.0)
-    await course.run(Uneven(longest_s=300.0))
+@dataclass
+class Hanging(Uneven):
+    """One call of the third group comes back after five minutes."""
+
+    async def call(
+        self, program_id: ProgramId, call_id: CallId, call: ToolCall, *, timeout_s: float, priority: int = 0
+    ) -> ToolResult:
+        if program_id == "job-000002-1":
+            await anyio.sleep(300)
+        return await super().call(program_id, call_id, call, timeout_s=timeout_s, priority=priority)
+
+    async def state_of(self, program_id: ProgramId) -> ProgramState | None:
+        if program_id not in self.live:
+            return None
+        return ProgramState(
+            program_id=program_id, owner="us", age_s=1, left_s=1, phase="calling",
+            reason="calling look for 40 s", sandbox="bubblewrap", rung=SandboxRung.RUNNING,
+        )  # fmt: skip
+
+
+async def test_when_no_group_is_completed_the_oldest_program_is_named_with_all_that_it_does():
+    course = Course(replace(job(staleness=0, steps=1), stalled_after_s=40.0), 1.0)
+    await course.run(Hanging(longest_s=10.0))
     stalled = [event for event in course.said if isinstance(event, Stalled)]
-    assert stalled
-    assert all(event.programs for event in stalled)
+    # From the last group that was completed, again and again until this one is.
+    assert len(stalled) == 7
+    seen = stalled[-1].oldest
+    assert seen is not None
+    assert (seen.program, seen.turn, seen.phase, seen.tool) == ("job-000002-1", 1, "acting", "look")
+    assert 270 < seen.since_s < 300
+    assert stalled[-1].programs == ("job-000002-1",)
+    assert str(stalled[-1]) == (
+        "no group was completed for 40 s; waiting for job-000002-1: turn 1, acting for "
+        f"{seen.since_s:.0f} s, tool look, engine e, sandbox: bubblewrap, running; calling look for 40 s"
+    )
+    assert b'"tool":"look"' in as_json(stalled[-1], at="now")
+
+
+async def test_nobody_is_named_while_groups_are_completed_however_long_a_step_takes():
+    course = Course(replace(job(staleness=1, steps=3), stalled_after_s=65.0), 500.0)
+    await course.run(Uneven())
+    assert not [event for event in course.said if isinstance(event, Stalled)]
 
 
 async def test_a_batch_without_any_signal_is_told_and_another_is_sampled():

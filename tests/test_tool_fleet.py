@@ -124,6 +124,9 @@ async def test_all_that_a_program_asks_for_reaches_its_server_and_nothing_is_lef
             result = await fleet.call(name, C1, ToolCall("echo", "7"), timeout_s=10, priority=1)
             assert result.content == "7"
             assert (await fleet.move(name, SandboxRung.PAUSED)).rung is SandboxRung.PAUSED
+            state = await fleet.state_of(name)
+            assert state is not None
+            assert (state.program_id, state.phase, state.rung) == (name, "ready", SandboxRung.PAUSED)
             assert (await fleet.reward(name, CallId("r"), EPISODE, timeout_s=10)).value == 1.0
         assert sorted(map(len, (server.programs for server in servers))) == [1, 1]
         for name in (A, B, A):
@@ -131,6 +134,7 @@ async def test_all_that_a_program_asks_for_reaches_its_server_and_nothing_is_lef
         assert not any(server.programs for server in servers)
         with pytest.raises(ToolServerError, match="no program a on any tool server"):
             await fleet.call(A, C1, ToolCall("echo", "7"), timeout_s=10)
+        assert await fleet.state_of(A) is None
 
 
 async def test_what_the_infrastructure_could_not_prepare_is_prepared_on_another_server():

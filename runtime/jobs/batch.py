@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sostenuto.records import Trajectory
-from sostenuto.trainer.buffer import ReadyGroup
+from sostenuto.trainer.groups import ReadyGroup
 from sostenuto.trainer.lineage import Lineage
 from sostenuto.types import Version
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter
 
+from sostenuto.runtime.inspection import Sighting
 from sostenuto.runtime.ledger import LedgerStatistics
 from sostenuto.trainer.reports import StepReport
 from sostenuto.types import Usage, Version
@@ -234,7 +235,13 @@ class Stalled:
 
     seconds: float
     programs: tuple[str, ...]
-    """Some of those that are waited for, with what they are doing."""
+    """Some of those that are waited for."""
+    oldest: Sighting | None = None
+    """The one of them that was submitted first."""
+
+    def __str__(self) -> str:
+        who = str(self.oldest) if self.oldest else ", ".join(self.programs)
+        return f"no group was completed for {self.seconds:.0f} s; waiting for {who}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,8 @@ class RLJob(_Job):
     """How often a member that the infrastructure failed is started anew."""
     stragglers: Stragglers | None = None
     """None: a group waits for all of its members."""
+    stalled_after_s: float = 30.0
+    """When no group was completed for so long, the oldest program is named, with what it does."""
     group_rewards: GroupRewards | None = None
     """None: each program's reward is its own."""
     eval_tasks: Tasks[Any] | Sequence[BaseModel] = ()
@@ -304,6 +306,8 @@ class RolloutJob(_Job):
     """How often a member that the infrastructure failed is started anew."""
     stragglers: Stragglers | None = None
     """None: a group waits for all of its members."""
+    stalled_after_s: float = 30.0
+    """When no group was completed for so long, the oldest program is named, with what it does."""
     group_rewards: GroupRewards | None = None
     """None: each program's reward is its own."""
 
@@ -337,6 +341,8 @@ def _check_flow(job: RLJob | RolloutJob) -> None:
     if job.at_update is not None and job.kv_at_update != "recompute":
         raise ConfigError("kv_at_update: at_update says it already; give one of them")
     open_sampler(job.sampler).check(job.groups_per_step)
+    if not job.stalled_after_s > 0:
+        raise ConfigError(f"stalled_after_s: {job.stalled_after_s}; give more than 0 seconds")
     if job.refills < 0:
         raise ConfigError(f"refills: {job.refills}; give 0 or more")
     size = job.group_size if isinstance(job, RolloutJob) else job.algorithm.group_size

@@ -21,6 +21,7 @@ from sostenuto.runtime.jobs.events import JobEvent, Replaced
 from sostenuto.runtime.jobs.group_rewards import GroupJudge
 from sostenuto.runtime.jobs.openings import Opening, Openings
 from sostenuto.runtime.jobs.plan import Plan
+from sostenuto.runtime.journal import GroupOpened
 from sostenuto.runtime.program import ProgramSpec
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.trainer.buffer import Buffer
@@ -63,7 +64,10 @@ class Members:
 
     def start(self, opening: Opening, deployed: Version, running: TaskGroup) -> None:
         """Run all members of a group."""
-        self._rollouts.opened(opening.group_id, self._plan.root, opening.start.ordinal, opening.start.number)
+        start = opening.start
+        self._rollouts.opened(
+            GroupOpened(opening.group_id, self._plan.root, start.ordinal, start.number, len(opening.specs))
+        )
         self._buffer.open(opening.group_id, [spec.id for spec in opening.specs], deployed)
         for spec in opening.specs:
             running.start_soon(self._run, spec, running)

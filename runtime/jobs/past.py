@@ -19,6 +19,7 @@ from sostenuto.errors import ConfigError
 from sostenuto.runtime.jobs.diary import Told
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.openings import KeptGroup, Start
+from sostenuto.runtime.jobs.sources import NAMED as CALLED
 from sostenuto.runtime.journal import FactStated, GroupEntry, JournalReader
 from sostenuto.runtime.ledger import Stage
 from sostenuto.runtime.run_directory import LOST, NOT_TRAINED
@@ -110,7 +111,7 @@ def newest_checkpoint(root: Path, job: RLJob, chosen: Path | None = None) -> tup
     notes = Notes.read(path)
     for name, was, now in (
         ("seed", notes.seed, job.seed),
-        ("environment", notes.environment, job.environment().name),
+        ("environment", notes.environment, environments_of(job)),
     ):
         if was != now:
             raise ConfigError(f"checkpoint {path}: {name} was {was!r}, the job has {now!r}; give the same")
@@ -129,27 +130,29 @@ def look_back(
     again = sorted(v for v in names if facts[f"{NAMED}{v}"] == f"{root} {source}")
     known_as = (notes.version, *again) if notes else tuple(again)
     entries, step = reader.groups(root), notes.step if notes else 0
-    # The journal has what each program earned alone.
-    fault = "" if job.group_rewards is None else "rewards_of_group_lost"
-    groups = [_kept(reader, entry, fault) for entry in _finished(entries, step, job.algorithm.group_size)]
+    groups = [_kept(reader, entry, job) for entry in _finished(entries, step)]
     _check_tasks(job, groups)
     learnt = max((entry.step or 0 for entry in entries if _is_trained(entry)), default=0)
     lost_steps = max(0, learnt - step)
     return Past(root, True, path, notes, known_as, tuple(groups), lost_steps)
 
 
-def _finished(entries: list[GroupEntry], step: int, size: int) -> list[GroupEntry]:
+def environments_of(job: RLJob) -> str:
+    return ", ".join(part.called for part in job.parts)
+
+
+def _finished(entries: list[GroupEntry], step: int) -> list[GroupEntry]:
     """Groups whose programs have all ended, and that weights of this step have not learnt from."""
-    newest = {entry.ordinal: entry for entry in entries if _may_be_used(entry, step, size)}
+    newest = {entry.ordinal: entry for entry in entries if _may_be_used(entry, step)}
     return sorted(newest.values(), key=lambda entry: entry.ordinal)
 
 
-def _may_be_used(entry: GroupEntry, step: int, size: int) -> bool:
+def _may_be_used(entry: GroupEntry, step: int) -> bool:
     ends = list(entry.programs.values())
     members = {program_id.partition("+")[0] for program_id in entry.programs}
     cut_off = any(end == LOST or end is Stage.RUNNING or _is_cancelled(end) for end in ends)
     learnt = entry.step is not None and entry.step <= step
-    return len(members) == size and not cut_off and not learnt and bool(_waiting(entry))
+    return len(members) == entry.size and not cut_off and not learnt and bool(_waiting(entry))
 
 
 def _is_trained(entry: GroupEntry) -> bool:
@@ -171,14 +174,18 @@ def _waiting(entry: GroupEntry) -> list[ProgramId]:
     ]
 
 
-def _kept(reader: JournalReader, entry: GroupEntry, fault: str) -> KeptGroup:
-    start = Start(entry.ordinal, entry.start)
-    return KeptGroup(entry.group_id, start, tuple(reader.records(_waiting(entry))), fault)
+def _kept(reader: JournalReader, entry: GroupEntry, job: RLJob) -> KeptGroup:
+    members = tuple(reader.records(_waiting(entry)))
+    task_id = members[0].task_id
+    part = next(part for part in job.parts if not job.mixed or task_id.startswith(part.called + CALLED))
+    # The journal has what each program earned alone.
+    fault = "rewards_of_group_lost" if part.group_rewards else ""
+    return KeptGroup(entry.group_id, Start(entry.ordinal, entry.start), members, fault)
 
 
 def _check_tasks(job: RLJob, groups: list[KeptGroup]) -> None:
     # What a curriculum draws depends on what it has seen, and among histories ordinals are others.
-    if job.prefixes or isinstance(job.tasks, Curriculum):
+    if job.prefixes or any(isinstance(part.tasks, Curriculum) for part in job.parts):
         return
     source = job.task_source()
     for group in groups:

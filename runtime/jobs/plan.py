@@ -47,6 +47,7 @@ class Plan:
     sampler: str | Sampler
     refills: int
     stragglers: Stragglers | None
+    stalled_after_s: float
     groups: int | None
     """That are used in all; None: whoever takes them says when it is enough."""
 
@@ -84,6 +85,7 @@ def plan_of(job: RLJob, *, root: str = "") -> Plan:
         sampler=job.sampler,
         refills=job.refills,
         stragglers=job.stragglers,
+        stalled_after_s=job.stalled_after_s,
         groups=job.steps * job.groups_per_step,
     )
 
@@ -107,6 +109,7 @@ def plan_of_rollouts(job: RolloutJob) -> Plan:
         sampler=job.sampler,
         refills=job.refills,
         stragglers=job.stragglers,
+        stalled_after_s=job.stalled_after_s,
         groups=None,
     )
 

@@ -21,7 +21,7 @@ from sostenuto.runtime.jobs.evaluate import Evaluation
 from sostenuto.runtime.jobs.events import JobResult, JobStarted, Resumed, Saved
 from sostenuto.runtime.jobs.group_rewards import judge_of
 from sostenuto.runtime.jobs.job import RLJob
-from sostenuto.runtime.jobs.past import JOB_OVER, Notes, Past
+from sostenuto.runtime.jobs.past import JOB_OVER, Notes, Past, environments_of
 from sostenuto.runtime.jobs.plan import plan_of
 from sostenuto.runtime.jobs.receiving import with_receivers
 from sostenuto.runtime.jobs.supply import GroupSupply
@@ -82,7 +82,10 @@ async def reinforce(job: RLJob, premises: Premises, say: Say, past: Past) -> Job
             say(JobStarted(job.name, str(folder), version, premises.isolation))
             plan = replace(plan_of(job, root=past.root), source=continuations.source)
             judge = judge_of({part.called: part.group_rewards for part in job.parts}, shop.renderer)
-            supply = GroupSupply(plan, shop.rollouts, lambda: shop.dispatcher.version, say, judge=judge)
+            supply = GroupSupply(
+                plan, shop.rollouts, lambda: shop.dispatcher.version, say,
+                judge=judge, inspect=shop.oldest_of,
+            )  # fmt: skip
             course = _Course(job, past, shop, trainer, supply, diary, say, checkpoints)
             await _train(course, await _begin(course))
             await _save(course, job.steps)
@@ -240,7 +243,7 @@ async def _save(course: _Course, step: int) -> None:
     notes = Notes(
         job=course.past.root,
         seed=job.seed,
-        environment=job.environment().name,
+        environment=environments_of(job),
         step=step,
         version=version,
         lineage=course.supply.lineage,

@@ -109,6 +109,7 @@ class Desk:
         self._supply = GroupSupply(
             plan_of_rollouts(self.job), shop.rollouts, lambda: shop.dispatcher.version, say,
             judge=judge_of({self.job.env.__name__: self.job.group_rewards}, shop.renderer),
+            inspect=shop.oldest_of,
         )  # fmt: skip
         try:
             async with anyio.create_task_group() as generation:

@@ -18,21 +18,21 @@ from pydantic import JsonValue
 from sostenuto.errors import SostenutoError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.jobs.batch import Batch
-from sostenuto.runtime.jobs.events import Dropped, GivenUp, JobEvent, NoSignal, Quarantined, Stalled
+from sostenuto.runtime.jobs.events import Dropped, GivenUp, JobEvent, NoSignal, Quarantined
 from sostenuto.runtime.jobs.group_rewards import GroupJudge
 from sostenuto.runtime.jobs.members import Members
 from sostenuto.runtime.jobs.openings import KeptGroup, Openings, Start
 from sostenuto.runtime.jobs.plan import Plan
 from sostenuto.runtime.jobs.sources import NAMED
+from sostenuto.runtime.jobs.watchdog import Inspect, Watchdog
 from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.trainer.buffer import Buffer, ReadyGroup, Taken
 from sostenuto.trainer.buffer import Dropped as DroppedProgram
 from sostenuto.trainer.lineage import Lineage
 from sostenuto.trainer.samplers import Standing, open_sampler
-from sostenuto.types import GroupId, Outcome, OutcomeKind, Version
+from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId, Version
 
 TRAINED = Outcome(OutcomeKind.TRAINED)
-_STALL_S = 30.0
 _LOST_GROUPS = 24
 """So many groups in a row that came to nothing end the job."""
 
@@ -55,8 +55,9 @@ class GroupSupply:
         deployed: Callable[[], Version],
         say: Callable[[JobEvent], None],
         judge: GroupJudge | None = None,
+        inspect: Inspect | None = None,
     ) -> None:
-        """`judge`: of groups that get their rewards together."""
+        """`judge`: of groups that get their rewards together.  `inspect`: says what a late program does."""
         self._plan = plan
         self._rollouts = rollouts
         self._deployed = deployed
@@ -82,7 +83,10 @@ class GroupSupply:
         self._used = 0
         """Groups that were taken, those that were skipped in a batch with others included."""
         self._broken: SostenutoError | None = None
-        self._exhausted = False
+        self._exhausted = self._waiting = False
+        self._watchdog = Watchdog(
+            plan.stalled_after_s, self._running, self._no_publication, inspect=inspect, say=say
+        )
         self._lost = _Lost()
         self._quarantined = set[str]()
         self._changed = anyio.Event()
@@ -90,6 +94,7 @@ class GroupSupply:
     async def generate(self) -> None:
         """Open groups while there is room, until cancelled."""
         async with anyio.create_task_group() as group:
+            group.start_soon(self._watchdog.run)
             while True:
                 for _ in range(self._room()):
                     self._open_next(group)
@@ -264,10 +269,11 @@ class GroupSupply:
 
     async def _wait(self) -> None:
         self._refuse_to_wait_for_ever()
-        with anyio.move_on_after(_STALL_S) as waiting:
+        self._waiting = True
+        try:
             await self._change()
-        if waiting.cancelled_caught:
-            self._say(Stalled(_STALL_S, tuple(self._waited_for())))
+        finally:
+            self._waiting = False
 
     # ---- generating ----
 
@@ -307,6 +313,8 @@ class GroupSupply:
             self._look_at(trajectory)
         elif self._judges:
             self._lost = _Lost()
+        if trajectory is None or trajectory.group_id not in self._buffer.waiting_for:
+            self._watchdog.completed()
         self._drop(dropped)
         self._notify()
 
@@ -367,11 +375,13 @@ class GroupSupply:
             last = "; ".join(self._lost.reasons)
             raise NothingComes(f"{self._lost.programs} programs in a row failed, the last ones as: {last}")
 
-    def _waited_for(self) -> list[str]:
-        running = [str(member) for members in self._buffer.waiting_for.values() for member in members]
-        if not running and self._learning:
-            return [f"a publication: {self._learning} groups were handed out since the last one"]
-        return running[:5]
+    def _running(self) -> list[ProgramId]:
+        return [member for members in self._buffer.waiting_for.values() for member in members]
+
+    def _no_publication(self) -> str:
+        if not (self._waiting and self._learning):
+            return ""
+        return f"a publication: {self._learning} groups were handed out since the last one"
 
     # ---- waiting ----
 

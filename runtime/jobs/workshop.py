@@ -1,6 +1,6 @@
 """Everything that one job works with, opened together and closed in the other order."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from sostenuto.runtime.engines.client import Tap
 from sostenuto.runtime.engines.opened import Ground
 from sostenuto.runtime.engines.suits import Requirements
 from sostenuto.runtime.gateway.opening import open_gateway
+from sostenuto.runtime.inspection import Sighting, oldest_of
 from sostenuto.runtime.jobs.events import JobEvent
 from sostenuto.runtime.jobs.late import AwaitedRewards
 from sostenuto.runtime.jobs.rewarding import LateRewards
@@ -35,7 +36,7 @@ from sostenuto.runtime.simulation.traces.recorder import TraceRecorder
 from sostenuto.scheduler.actions import ToolServerJoined
 from sostenuto.scheduler.update_terms import DEFAULT, UpdateTerms
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.types import Limits, Version
+from sostenuto.types import Limits, ProgramId, Version
 
 Say = Callable[[JobEvent], None]
 Around = Callable[[Runner, Dispatcher], Runner]
@@ -92,6 +93,10 @@ class Workshop:
     renderer: Renderer
     dispatcher: Dispatcher
     rollouts: Rollouts
+
+    async def oldest_of(self, programs: Sequence[ProgramId]) -> Sighting | None:
+        """What the first submitted of them does."""
+        return await oldest_of(self.dispatcher, self.premises.tools, programs)
 
     async def publish(self, manifest: Manifest, *, step: int) -> Publication:
         """Open a version on every engine and note it in the journal."""

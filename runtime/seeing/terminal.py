@@ -106,10 +106,7 @@ class Terminal:
                     f"[yellow]task {escape(task_id)} is quarantined: infrastructure fails it every time[/]"
                 )
             case Stalled():
-                names = escape(", ".join(event.programs))
-                self._line(
-                    f"[yellow]no group was completed for {event.seconds:.0f} s; waiting for {names}[/]"
-                )
+                self._line(f"[yellow]{escape(str(event))}[/]")
             case Saved():
                 self._line(escape(f"saved {event.path}"))
             case _:
