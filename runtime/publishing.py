@@ -214,10 +214,11 @@ class Publishing:
         # What finish and abort leave running has had its time.
         continues = terms.running == "continue" or (terms.holds_back and keeps)
         oldest = action.oldest_kv
+        served = self._gate.version(action.engine_id) or action.version
+        since = self._kv_since.setdefault(action.engine_id, served)
         seen = self._fleet.seen(action.engine_id)
         if oldest is not None and (seen is None or Feature.KV_AGE not in seen.facts.features):
-            served = self._gate.version(action.engine_id) or action.version
-            if self._kv_since.setdefault(action.engine_id, served) < oldest:
+            if since < oldest:
                 keeps = continues = False
             oldest = None
         return CommitRequest(

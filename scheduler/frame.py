@@ -101,6 +101,7 @@ class Frame(Updates):
         Events of an earlier turn or of a program that is over change nothing.  Raises InvalidTransition
         for an event that the lifecycle does not allow.
         """
+        self.gate.now_s = now_s
         actions = self._handlers[type(event)](event, now_s)
         actions += self._swap_engines(now_s)
         for program_id in self._leases.expired(self._programs, now_s):

@@ -81,7 +81,8 @@ class Gate:
         self._is_swapping = False
         self._deadline_s = _NEVER
         self._opened: deque[Version] = deque(maxlen=_REMEMBERED)
-        self._now_s = 0.0
+        self.now_s = 0.0
+        """Of the event under way."""
         self.terms = DEFAULT
         """Of the last publication."""
         self.revision = 0
@@ -185,7 +186,7 @@ class Gate:
             raise InvalidTransition(f"{version} begins while {self._pending} is published")
         if self.deployed is not None and version <= self.deployed:
             raise InvalidTransition(f"{version} is not newer than {self.deployed}")
-        self._pending, self.terms, self._now_s = version, terms, now_s
+        self._pending, self.terms, self.now_s = version, terms, now_s
         self._is_swapping = False
         self._deadline_s = _NEVER if terms.quorum is None else now_s + terms.deadline_s
         actions: list[Action] = [
@@ -238,7 +239,7 @@ class Gate:
 
         `decoding`: how many requests run on an engine.
         """
-        self._now_s = now_s
+        self.now_s = now_s
         actions: list[Action] = []
         if self._pending is not None and not self._is_swapping and now_s >= self._deadline_s:
             actions += self._progress()
@@ -251,7 +252,7 @@ class Gate:
     def wake_at_s(self) -> float:
         """When `advance` has something to do although nothing else has happened."""
         finish_s = (m.finish_by_s for m in self._members.values() if m.state is EngineState.FINISHING)
-        waits = self._pending is not None and not self._is_swapping and self._now_s < self._deadline_s
+        waits = self._pending is not None and not self._is_swapping and self.now_s < self._deadline_s
         return min((self._deadline_s if waits else _NEVER, *finish_s))
 
     # ---- how a publication goes on ----
@@ -268,7 +269,7 @@ class Gate:
         part = {id_: m for id_, m in self._members.items() if m.state is not EngineState.QUARANTINED}
         # While a version is published, SERVING with it is what has it already.
         here = [m for m in part.values() if m.state is EngineState.STAGED or m.verified == self._pending]
-        is_enough = len(here) >= self.terms.engines(len(self._members)) and self._now_s >= self._deadline_s
+        is_enough = len(here) >= self.terms.engines(len(self._members)) and self.now_s >= self._deadline_s
         if len(here) < len(part) and not is_enough:
             return []
         self._is_swapping = True
@@ -304,7 +305,7 @@ class Gate:
     def _swap(self, engine_id: EngineId, member: _Member) -> list[Action]:
         if not self.terms.holds_back:
             return [self._commit(engine_id, member)]
-        member.state, member.finish_by_s = EngineState.FINISHING, self._now_s + self.terms.finish_within_s
+        member.state, member.finish_by_s = EngineState.FINISHING, self.now_s + self.terms.finish_within_s
         self.revision += 1
         return [Interrupt(engine_id)] if self.terms.running == "abort" else []
 

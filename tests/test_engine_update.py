@@ -225,3 +225,49 @@ def test_what_asks_for_exactly_a_version_is_served_by_no_other(desk: Desk, manif
     assert 0 < len(reply.token_ids) < 16
     assert [span.version for span in reply.versions] == ["0.0"]
     assert desk.turn("b", prompt(9), exact_version="0.1").versions[0].version == "0.1"
+
+
+def test_kv_goes_on_for_as_many_versions_as_its_age_allows(
+    desk: Desk, manifest: Manifest, new: PreTrainedModel
+):
+    context = prompt(20, seed=4)
+    early = desk.turn("r0", context, program_id="early")
+    keep = {"running": "continue", "held": "keep"}
+    assert update(desk, manifest, **keep, oldest_kv="0.0").dropped == []
+    late = desk.turn("r1", prompt(20, seed=5), program_id="late")
+    shared = desk.turn("r2", context, program_id="shares")
+    assert shared.cached_tokens == 19, "KV of the version before is still used"
+    again = manifest.model_copy(update={"version": "0.2"})
+    reply = update(desk, again, **keep, oldest_kv="0.1")
+    # What was built on KV of 0.0 is as old as that.
+    assert (sorted(reply.dropped), reply.dropped_programs) == (["early", "shares"], 2)
+    longer = [*context, *early.token_ids, 5, 6]
+    renewed = desk.turn("r3", longer, program_id="early")
+    assert renewed.cached_tokens == 0
+    assert_exact(new, longer, renewed.token_ids, renewed.logprobs)
+    longer = [*prompt(20, seed=5), *late.token_ids, 5, 6]
+    assert desk.turn("r4", longer, program_id="late").cached_tokens == 27
+
+
+def test_a_request_that_runs_on_kv_that_has_become_too_old_computes_it_anew(
+    desk: Desk, manifest: Manifest, new: PreTrainedModel
+):
+    context = start(desk, "a")
+    reply = update(desk, manifest, running="continue", held="keep", oldest_kv="0.1")
+    assert reply.recomputed_requests == 1
+    desk.run()
+    answer = desk.reply("a")
+    cut = answer.versions[0].end
+    assert_exact(new, context + answer.token_ids[:cut], answer.token_ids[cut:], answer.logprobs[cut:])
+
+
+def test_kv_in_the_lower_tier_grows_old_as_well(old: Path, manifest: Manifest, tmp_path: Path):
+    desk = Desk(make_core(old, lower_tokens=256, lower_folder=tmp_path))
+    context = prompt(40, seed=4)
+    first = desk.turn("r0", context, program_id="p")
+    desk.core.offload("p")
+    reply = update(desk, manifest, running="continue", held="keep", oldest_kv="0.1")
+    assert reply.dropped == ["p"]
+    assert desk.core.load().lower_programs == 0
+    longer = [*context, *first.token_ids, 5, 6]
+    assert desk.turn("r1", longer, program_id="p").cached_tokens == 0

@@ -13,7 +13,7 @@ import pytest
 from simulated import closed, plan, small_profile
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.simulation.dispatched.loop import NothingToDo, VirtualLoop
-from sostenuto.runtime.simulation.dispatched.run import simulate_dispatched
+from sostenuto.runtime.simulation.dispatched.run import Publications, simulate_dispatched
 from sostenuto.runtime.simulation.plan import Plan, PlannedTurn, Workload
 from sostenuto.runtime.simulation.profile import FleetProfile, OnRelease
 from sostenuto.runtime.simulation.results import RunResult
@@ -26,6 +26,7 @@ from sostenuto.scheduler.kv import Segment
 from sostenuto.scheduler.policies import make_policy
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings
+from sostenuto.scheduler.update_terms import DEFAULT, KEEP_ALL
 
 ONE = FleetProfile(engine=small_profile())
 SETTINGS = SchedulerSettings(live_programs=64, prepare_ahead=64)
@@ -170,7 +171,8 @@ def test_new_weights_are_published_while_programs_run(keep_kv: bool):
     policy = Scheduler(SETTINGS)
     turns = [PlannedTurn(400, "bash", 1.0, 50), PlannedTurn(400)]
     plans = [plan(f"p{n}", turns=turns) for n in range(3)]
-    result = run(policy, *plans, publish_every_s=4.0, keep_kv=keep_kv)
+    publications = Publications(4.0, KEEP_ALL if keep_kv else DEFAULT)
+    result = run(policy, *plans, publications=publications)
     assert [one.generated_tokens for one in result.programs] == [800] * 3
     assert policy.gate.deployed is not None
     assert policy.gate.deployed.number >= 1

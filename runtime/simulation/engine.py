@@ -162,6 +162,9 @@ class SimulatedEngine:
         if self.is_dead:
             return
         self.version = version
+        for _, _, run in self._decoding:
+            if run.stage is Stage.DECODING:
+                run.stamp(version, run.generated + int(self._steps - run.from_step))
         if not keep_kv:
             self._recompute()
         self._go_on()
@@ -302,6 +305,7 @@ class SimulatedEngine:
         self._prefilling = run
 
     def _begin_decoding(self, run: Run) -> None:
+        run.stamp(self.version, run.generated)
         self._note_progress(run)
         run.begins(Stage.DECODING, self._at_s, self._paused_s)
         self._prefilling = None

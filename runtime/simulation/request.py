@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from sostenuto.runtime.simulation.host_tier import CacheNode
 from sostenuto.scheduler.kv import Segment
-from sostenuto.types import ProgramId
+from sostenuto.types import ProgramId, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class Served:
     pause_s: float
     aborted: bool = False
     failed: str = ""
+    versions: tuple[tuple[Version, int], ...] = ()
+    """Of what was generated: from which token on which version."""
 
 
 class Stage(Enum):
@@ -55,7 +57,7 @@ class Run:
     __slots__ = (
         "cached", "chain", "chunk_s", "decode_s", "done", "ends_step", "from_step", "generated", "hit",
         "new", "pause_s", "paused_s", "prefill_s", "prefilled", "private", "queue_s", "request", "restored",
-        "since_s", "sizes", "stage", "submitted_s",
+        "since_s", "sizes", "stage", "stamps", "submitted_s",
     )  # fmt: skip
 
     def __init__(self, request: Request, done: Callable[[Served], None], now_s: float) -> None:
@@ -77,6 +79,14 @@ class Run:
         """Of the parts of its context; the last is private to the program."""
         self.private = request.context_tokens - sum(self.sizes)
         self.sizes.append(self.private)
+        self.stamps: list[tuple[Version, int]] = []
+
+    def stamp(self, version: Version, tokens: int) -> None:
+        """From token number `tokens` on it generates under this version."""
+        if not self.stamps or self.stamps[-1][0] != version:
+            while self.stamps and self.stamps[-1][1] >= tokens:
+                self.stamps.pop()
+            self.stamps.append((version, tokens))
 
     def begins(self, stage: Stage, now_s: float, paused_s: float) -> None:
         """`paused_s`: how long the engine has stood still in all."""
@@ -106,4 +116,5 @@ class Run:
             self.pause_s,
             aborted,
             failed,
+            tuple(self.stamps),
         )

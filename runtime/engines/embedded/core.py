@@ -29,6 +29,7 @@ from sostenuto.runtime.engines.embedded.pausing import Paused, Pausing
 from sostenuto.runtime.engines.embedded.pool import Admission, Pool
 from sostenuto.runtime.engines.embedded.publications import publications_of
 from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.embedded.renewal import Renewed, renew
 from sostenuto.runtime.engines.embedded.sampling import Drawn, draw_next
 from sostenuto.runtime.engines.embedded.scoring import ScoreJob
 from sostenuto.runtime.engines.embedded.speculation.speculator import Speculator
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 FEATURES = frozenset(
     {
         Feature.HOLD, Feature.SCORE, Feature.UPDATE, Feature.PAUSE, Feature.TRUNCATION, Feature.PENALTIES,
-        Feature.TOP_LOGPROBS, Feature.STREAM, Feature.ADAPTERS,
+        Feature.TOP_LOGPROBS, Feature.STREAM, Feature.ADAPTERS, Feature.KV_AGE,
     }
 )  # fmt: skip
 
@@ -217,7 +218,7 @@ class Core:
         except Exception as exc:
             self._fail_everything()
             raise self._broken(f"{self.weights.broken}: {exc}") from exc
-        dropped, recomputed = self._renew(request, swapped.version) if swapped.target else (0, 0)
+        renewed = self._renew(request, swapped.version) if swapped.target else Renewed()
         self._end_those_for_another()
         pause_s = time.monotonic() - started_s
         if self._speculator:
@@ -230,8 +231,9 @@ class Core:
         return CommitReply(
             version=str(swapped.version),
             pause_s=pause_s,
-            recomputed_requests=recomputed,
-            dropped_programs=dropped,
+            recomputed_requests=renewed.recomputed,
+            dropped_programs=renewed.dropped_programs,
+            dropped=renewed.dropped,
         )
 
     def _end_those_for_another(self) -> None:
@@ -241,14 +243,13 @@ class Core:
             if exact is not None and Version.parse(exact) != self._version(turn.adapter):
                 self._finish(turn, FinishReason.ABORT, None)
 
-    def _renew(self, request: CommitRequest, version: Version) -> tuple[int, int]:
-        """Drop and compute anew what the request says; programs dropped, requests recomputed."""
+    def _renew(self, request: CommitRequest, version: Version) -> Renewed:
         for job in self._scores:
             job.restart()
-        return (
-            self._pool.raise_floor(version) if request.held == "drop" else 0,
-            self._pool.recompute() if request.running == "recompute" else 0,
-        )
+        renewed = renew(self._pool, request, version)
+        for turn in renewed.retracted:
+            self._wait(turn)
+        return renewed
 
     @torch.no_grad()
     def step(self) -> None:

@@ -129,6 +129,19 @@ class Kept:
         self._trie = Trie()
         return count
 
+    def forget_older(self, version: Version) -> list[str]:
+        """Forget what an older version has computed, and what is built on it; programs that held some."""
+        while self.is_copying:
+            # What is under way would come back to a place that is gone.
+            self.settle(wait=True)
+        dropped = [name for name, node in self._held.items() if node.oldest_before < version]
+        for name in dropped:
+            self.release(name)
+        if self.lower is not None:
+            dropped += self.lower.forget_older(version)
+        self._trie.forget_older(version)
+        return dropped
+
     # ---- between the tiers ----
 
     def evict(self, program: str) -> None:

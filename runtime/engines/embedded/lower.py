@@ -112,6 +112,13 @@ class LowerTier:
             self.drop(program)
         return count
 
+    def forget_older(self, version: Version) -> list[str]:
+        """Forget what an older version has computed; the programs that lost some."""
+        older = [program for program, entry in self.entries.items() if entry.oldest < version]
+        for program in older:
+            self.drop(program)
+        return older
+
     def write(self, entry: Parked, segments: list[Segment]) -> None:
         """Copy consecutive segments of KV into the entry's blocks."""
         at = 0

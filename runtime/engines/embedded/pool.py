@@ -236,6 +236,18 @@ class Pool:
         self.floor = version
         return self.kept.clear()
 
+    def forget_older(self, version: Version) -> list[str]:
+        """The same, and what is not older stays; the programs that lost what they held."""
+        self.floor = version if self.floor is None else max(self.floor, version)
+        return self.kept.forget_older(version)
+
+    def retract_older(self, version: Version) -> tuple[Turn, ...]:
+        """Take out the running requests with KV that an older version has computed; it is gone."""
+        older = tuple(turn for turn in self.running if turn.tags and turn.tags[0][0] < version)
+        for turn in older:
+            self.remove(turn)
+        return older
+
     def recompute(self) -> int:
         """Every running request computes its KV again; returns how many."""
         self.lanes.restart()

@@ -47,6 +47,11 @@ class Node:
         return path[::-1]
 
     @property
+    def oldest_before(self) -> Version:
+        """The oldest version that computed KV from the root to its end."""
+        return min(node.oldest for node in self.path())
+
+    @property
     def depth(self) -> int:
         """Tokens from the root to its end."""
         return sum(len(node.tokens) for node in self.path())
@@ -169,6 +174,12 @@ class Trie:
         wanted = self.idle_tokens - tokens
         while self._idle and self.idle_tokens > wanted:
             self._remove(next(iter(self._idle)))
+
+    def forget_older(self, version: Version) -> None:
+        """Give up what an older version has computed, and what is below it.  Nobody holds any of that."""
+        for node in list(self._idle):
+            if node.oldest_before < version:
+                self._remove(node)
 
     def sole_tokens(self, node: Node) -> int:
         """What would not be held any more without one of the programs that hold this node."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from sostenuto.errors import EngineError
+from sostenuto.errors import EngineError, VersionRefused
 from sostenuto.runtime.engines.wire import (
     Capabilities,
     CommitReply,
@@ -21,6 +21,7 @@ from sostenuto.runtime.engines.wire import (
 )
 from sostenuto.runtime.simulation.clock import Clock
 from sostenuto.runtime.simulation.dispatched.script import FIRST_ID, Stage, in_grains
+from sostenuto.runtime.simulation.dispatched.transfer import Transfer
 from sostenuto.runtime.simulation.engine import SimulatedEngine
 from sostenuto.runtime.simulation.request import Served
 from sostenuto.trainer.publication.manifest import Manifest
@@ -31,11 +32,18 @@ ENDLESS_TOKENS = 1 << 40
 
 
 class DispatchedEngine:
-    def __init__(self, engine: SimulatedEngine, stage: Stage, clock: Clock) -> None:
+    def __init__(
+        self, engine: SimulatedEngine, stage: Stage, clock: Clock, transfer: Transfer | None = None
+    ) -> None:
+        """`transfer`: how it takes in versions; None: as a whole, and nothing goes wrong."""
         self._engine = engine
         self._stage = stage
         self._clock = clock
-        self._running: dict[str, ProgramId] = {}
+        self._transfer = transfer
+        self._exact: dict[str, Version] = {}
+        """Requests that run for exactly a version."""
+        self.is_verified = True
+        """Whether what it serves is whole; False from an update that failed to the next one that did not."""
 
     def __repr__(self) -> str:
         return f"<DispatchedEngine {self._engine!r}>"
@@ -76,6 +84,7 @@ class DispatchedEngine:
 
     async def generate(self, request: GenerateRequest, *, spans: Spans | None = None) -> GenerateReply:
         stage, engine_id = self._stage, self._engine.id
+        self._check(request)
         script = stage.scripts[ProgramId(request.program_id)]
         asked = script.decodes(EngineId(engine_id), request.request_id, self._clock.now_s())
 
@@ -87,25 +96,38 @@ class DispatchedEngine:
 
             stage.fleet.generate(engine_id, asked, done)
 
+        if request.exact_version is not None:
+            self._exact[request.request_id] = Version.parse(request.exact_version)
         try:
             served = await stage.answered(ask)
         except asyncio.CancelledError:
             stage.fleet.abort(engine_id, request.request_id)
             raise
+        finally:
+            self._exact.pop(request.request_id, None)
         if served.failed:
             raise EngineError(served.failed)
-        reply = self._reply(served, script.sampled(), len(request.token_ids))
+        now_s = self._clock.now_s()
+        ids = script.interrupted(served.generated_tokens, now_s) if served.aborted else script.sampled()
+        reply = self._reply(served, ids, len(request.token_ids))
         tell(reply, spans)
         return reply
 
+    def _check(self, request: GenerateRequest) -> None:
+        served = self._engine.version
+        least, exact = request.min_version, request.exact_version
+        if (least is not None and served < Version.parse(least)) or (
+            exact is not None and served != Version.parse(exact)
+        ):
+            raise VersionRefused(f"engine {self._engine.id}: {exact or least} is wanted, {served} is served")
+
     def _reply(self, served: Served, ids: list[int], context: int) -> GenerateReply:
         prefilled = min(context, in_grains(served.prefilled_tokens, self._stage.grain))
-        version = WireVersionSpan(version=str(self._engine.version), start=0, end=len(ids))
         return GenerateReply(
             token_ids=ids,
             logprobs=[-1.0] * len(ids),
-            versions=[version],
-            finish_reason=FinishReason.STOP,
+            versions=_stamped(served, len(ids)),
+            finish_reason=FinishReason.ABORT if served.aborted else FinishReason.STOP,
             cached_tokens=context - prefilled,
             prefilled_tokens=prefilled,
             queue_s=served.queue_s,
@@ -141,14 +163,29 @@ class DispatchedEngine:
         )
 
     async def prepare_update(self, manifest: Manifest) -> None:
-        del manifest
+        if self._transfer is not None:
+            try:
+                await self._transfer.stage(manifest.version, self._engine.profile.stage_s)
+            except EngineError:
+                self.is_verified = False
+                raise
+            return
         await self._stage.answered(lambda answer: self._engine.stage(lambda: answer(None)))
 
     async def commit_update(self, request: CommitRequest) -> CommitReply:
         version, keep_kv = Version.parse(request.version), request.held == "keep"
+        if self._transfer is not None:
+            try:
+                await self._transfer.swap(request.version, self._engine.profile.swap_s)
+            except EngineError:
+                self.is_verified = False
+                raise
         await self._stage.answered(
             lambda answer: self._engine.commit(version, keep_kv=keep_kv, done=lambda: answer(None))
         )
+        self.is_verified = True
+        for request_id in [id_ for id_, exact in self._exact.items() if exact != version]:
+            self._stage.fleet.abort(self._engine.id, request_id)
         return CommitReply(
             version=request.version,
             pause_s=self._engine.profile.swap_s,
@@ -161,3 +198,15 @@ class DispatchedEngine:
 
     async def flush(self) -> None:
         self._engine.cache.invalidate()
+
+
+def _stamped(served: Served, ids: int) -> list[WireVersionSpan]:
+    """The versions of the tokens, as those of so many grains."""
+    tokens = max(1, served.generated_tokens)
+    starts = [start * ids // tokens for _, start in served.versions]
+    ends = [*starts[1:], ids][: len(starts)]
+    return [
+        WireVersionSpan(version=str(version), start=start, end=end)
+        for (version, _), start, end in zip(served.versions, starts, ends, strict=True)
+        if start < end
+    ]

@@ -29,7 +29,8 @@ class SyntheticRenderer:
 
     def parse(self, token_ids: Sequence[int], *, finished: bool, tools: Sequence[ToolSchema] = ()) -> Turn:
         del finished, tools
-        return self._turns[token_ids[-1]]
+        # A turn that was interrupted names none yet.
+        return self._turns[token_ids[-1] if token_ids[-1] < len(self._turns) else 0]
 
     def extend(
         self,

@@ -6,13 +6,14 @@ recorded and released as in a live run.  The same plans and fleet give the same 
 
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 
 import anyio
 from anyio.abc import TaskGroup
 
-from sostenuto.errors import ConfigError
+from sostenuto.errors import ConfigError, EngineError
 from sostenuto.records import Trajectory
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.program import ProgramSpec, Timeouts
@@ -22,6 +23,7 @@ from sostenuto.runtime.simulation.dispatched.loop import NothingToDo, VirtualLoo
 from sostenuto.runtime.simulation.dispatched.renderer import SyntheticRenderer
 from sostenuto.runtime.simulation.dispatched.script import Script, Stage
 from sostenuto.runtime.simulation.dispatched.tools import DispatchedTools
+from sostenuto.runtime.simulation.dispatched.transfer import Transfer
 from sostenuto.runtime.simulation.fleet import Fleet
 from sostenuto.runtime.simulation.plan import Plan, Workload
 from sostenuto.runtime.simulation.profile import FleetProfile
@@ -32,13 +34,27 @@ from sostenuto.runtime.simulation.world import STALLED_AFTER_S, Stalled
 from sostenuto.scheduler.actions import ToolServerJoined
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.settings import SchedulerSettings
-from sostenuto.scheduler.update_terms import DEFAULT, KEEP_ALL
+from sostenuto.scheduler.update_terms import DEFAULT, UpdateTerms
 from sostenuto.tools.wire import EnvironmentRef
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.types import EngineId, Limits, Purpose, StopReason, Version
+from sostenuto.types import EngineId, Limits, ProgramId, Purpose, StopReason, Version
 
 _NO_LIMIT_S = 1e12
 _STALLED_AFTER_STEPS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Publications:
+    """The versions that are published during a run."""
+
+    every_s: float
+    """A version begins so long after the last one, unless that is still on its way."""
+    terms: UpdateTerms = DEFAULT
+    transfers: Mapping[int, Transfer] = field(default_factory=dict[int, Transfer])
+    """By the number of the engine; one without takes in every version as a whole."""
+    count: int | None = None
+    """The workload is run over and over until there were so many; None: once."""
+    engine: type[DispatchedEngine] = DispatchedEngine
 
 
 def simulate_dispatched(
@@ -48,8 +64,7 @@ def simulate_dispatched(
     *,
     seed: int = 0,
     grain: int = 64,
-    publish_every_s: float | None = None,
-    keep_kv: bool = False,
+    publications: Publications | None = None,
 ) -> RunResult:
     """Run the workload to its end under `policy`, which has to be a new one.
 
@@ -59,20 +74,31 @@ def simulate_dispatched(
     """
     if grain < 1:
         raise ConfigError(f"grain is {grain}; give at least 1: so many tokens of a plan go as one")
-    run = _Run(policy, workload, fleet, grain=grain)
+    run = _Run(policy, workload, fleet, grain=grain, publications=publications)
     began = time.perf_counter()
     try:
-        anyio.run(run.whole, publish_every_s, keep_kv, backend_options={"loop_factory": lambda: run.loop})
+        anyio.run(run.whole, backend_options={"loop_factory": lambda: run.loop})
     except NothingToDo as error:
         raise run.stalled() from error
     return run.result(seed, time.perf_counter() - began)
 
 
 class _Run:
-    def __init__(self, policy: Frame, workload: Workload, profile: FleetProfile, *, grain: int) -> None:
+    def __init__(
+        self,
+        policy: Frame,
+        workload: Workload,
+        profile: FleetProfile,
+        *,
+        grain: int,
+        publications: Publications | None,
+    ) -> None:
         self.loop = VirtualLoop(self._watch)
         self._clock = self.loop.clock
         self._policy = policy
+        self._publications = publications
+        self._published = 0
+        self._rounds = 0
         self._workload = workload
         self._profile = profile
         waits = Waits()
@@ -90,13 +116,10 @@ class _Run:
         self._quiet_steps = 0
         self._quiet_since_s = 0.0
 
-    async def whole(self, publish_every_s: float | None, keep_kv: bool) -> None:
-        async with (
-            self._dispatcher(UpdatePolicy(KEEP_ALL if keep_kv else DEFAULT)) as dispatcher,
-            anyio.create_task_group() as beside,
-        ):
-            if publish_every_s is not None:
-                beside.start_soon(self._publish, dispatcher, publish_every_s)
+    async def whole(self) -> None:
+        async with self._dispatcher() as dispatcher, anyio.create_task_group() as beside:
+            if self._publications is not None:
+                beside.start_soon(self._publish, dispatcher, self._publications)
             async with anyio.create_task_group() as programs:
                 if self._workload.concurrency is None:
                     await self._arrivals(dispatcher, programs)
@@ -108,7 +131,8 @@ class _Run:
             beside.cancel_scope.cancel()
 
     @asynccontextmanager
-    async def _dispatcher(self, update: UpdatePolicy) -> AsyncGenerator[Dispatcher]:
+    async def _dispatcher(self) -> AsyncGenerator[Dispatcher]:
+        terms = self._publications.terms if self._publications else DEFAULT
         engines = {EngineId(f"engine-{n}"): self._engine(n) for n in range(self._profile.engines)}
         tools = DispatchedTools(self._stage, self._clock, self._policy)
         async with open_dispatcher(
@@ -117,7 +141,7 @@ class _Run:
             tools,
             SyntheticRenderer(self._stage.tool_names),
             timeouts=Timeouts(),
-            update=update,
+            update=UpdatePolicy(terms),
             policy=self._policy,
         ) as dispatcher:
             dispatcher.limit(ToolServerJoined(memory_bytes=self._profile.tools.memory_bytes))
@@ -128,7 +152,10 @@ class _Run:
         self._stage.fleet.join(engine_id, Version(0, 0))
         engine = self._stage.fleet.engine(engine_id)
         assert engine is not None
-        return DispatchedEngine(engine, self._stage, self._clock)
+        if self._publications is None:
+            return DispatchedEngine(engine, self._stage, self._clock)
+        transfer = self._publications.transfers.get(number)
+        return self._publications.engine(engine, self._stage, self._clock, transfer)
 
     async def _arrivals(self, dispatcher: Dispatcher, programs: TaskGroup) -> None:
         while self._to_come:
@@ -136,8 +163,19 @@ class _Run:
             programs.start_soon(self._one, dispatcher, self._to_come.popleft())
 
     async def _one_after_the_other(self, dispatcher: Dispatcher) -> None:
-        while self._to_come:
+        while self._to_come or self._goes_on():
             await self._one(dispatcher, self._to_come.popleft())
+
+    def _goes_on(self) -> bool:
+        """Whether the workload is run once more: then it is to come again."""
+        publications = self._publications
+        if publications is None or publications.count is None or self._published >= publications.count:
+            return False
+        self._rounds += 1
+        self._to_come.extend(
+            replace(plan, id=ProgramId(f"{plan.id}~{self._rounds}")) for plan in self._workload.programs
+        )
+        return True
 
     async def _one(self, dispatcher: Dispatcher, plan: Plan) -> None:
         script = self._stage.scripts[plan.id] = Script(plan, self._stage, self._clock.now_s())
@@ -146,12 +184,18 @@ class _Run:
         self._results.append(script.result)
         del self._stage.scripts[plan.id]
 
-    async def _publish(self, dispatcher: Dispatcher, every_s: float) -> None:
-        """A new version every `every_s`, unless the one before is still on its way."""
-        while True:
+    async def _publish(self, dispatcher: Dispatcher, publications: Publications) -> None:
+        every_s, number = publications.every_s, dispatcher.version.number
+        while publications.count is None or self._published < publications.count:
             await anyio.sleep(every_s - self._clock.now_s() % every_s)
-            version = str(dispatcher.version.next())
-            await dispatcher.publish(Manifest(version=version, path="", nbytes=0, tensors=()))
+            number += 1
+            manifest = Manifest(version=str(Version(0, number)), path="", nbytes=0, tensors=())
+            # Where every engine fails, the fleet waits for the next one.
+            with suppress(EngineError):
+                await dispatcher.publish(manifest)
+            self._published += 1
+        # What is still to come of this round is not waited for.
+        self._to_come.clear()
 
     def _watch(self) -> None:
         """Nothing but the passing of time for a day, or for very many steps: somebody was forgotten."""

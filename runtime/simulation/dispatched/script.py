@@ -71,8 +71,8 @@ class Script:
     """One program.  Written by the simulated engines and the simulated tool server alone."""
 
     __slots__ = (
-        "_context", "_grains", "_runnable_s", "_spare_s", "_stage", "_turn", "_waits", "engine_id", "is_over",
-        "plan", "result",
+        "_context", "_done", "_grains", "_runnable_s", "_spare_s", "_stage", "_turn", "_waits", "engine_id",
+        "is_over", "plan", "result",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, stage: Stage, now_s: float) -> None:
@@ -87,6 +87,8 @@ class Script:
         self._grains = 0
         """Of the context, as the runtime has it."""
         self._turn = 0
+        self._done = 0
+        """Tokens of the turn that requests which were interrupted have sampled."""
         self._runnable_s = now_s
         self._waits = False
         """For an engine."""
@@ -147,7 +149,7 @@ class Script:
         self.engine_id = engine_id
         self._stops_waiting(now_s)
         plan = self.plan
-        return Request(request_id, plan.id, plan.shared, self._context, self.turn.output_tokens)
+        return Request(request_id, plan.id, plan.shared, self._context, self._left)
 
     def served(self, served: Served) -> None:
         result = self.result
@@ -164,9 +166,21 @@ class Script:
         self.result.turns += 1
         self.is_over = turn.tool is None
         names = 0 if turn.tool is None else 1 + stage.tool_names.index(turn.tool)
-        ids = [self.own_id] * self._added(turn.output_tokens, least=1)
+        ids = [self.own_id] * self._added(self._left, least=1)
         ids[-1] = names
+        self._done = 0
         return ids
+
+    @property
+    def _left(self) -> int:
+        return max(1, self.turn.output_tokens - self._done)
+
+    def interrupted(self, tokens: int, now_s: float) -> list[int]:
+        """What an interrupted request has of the turn; whole grains alone, the rest is sampled again."""
+        whole = min(tokens, self._left - 1) // self._stage.grain * self._stage.grain
+        self._done += whole
+        self._becomes_runnable(now_s)
+        return [self.own_id] * self._added(whole, least=0)
 
     def returned(self, queue_s: float, now_s: float) -> int:
         """How many token ids the result of the turn's tool has."""
