@@ -24,6 +24,7 @@ from sostenuto.runtime.engines.embedded.lanes import KvShape
 from sostenuto.runtime.engines.embedded.lower import LowerTier
 from sostenuto.runtime.engines.embedded.model import Model
 from sostenuto.runtime.engines.embedded.refusal import Refusal
+from sostenuto.runtime.engines.embedded.tensors import as_list
 from sostenuto.runtime.engines.wire import (
     CommitRequest,
     FinishReason,
@@ -59,7 +60,7 @@ class HashModel(Model):
     ) -> torch.Tensor:
         number = int(cast("Any", self.module).number.item())
         told: dict[int, int] = {}
-        asked = set(cast("list[int]", wanted.tolist()))
+        asked = set(as_list(wanted))
         for part in (*step.decodes, *step.chunks):
             for keys, values, position, place, count in _rows(part):
                 keys[0, 0, position : position + count, 0] = number
@@ -67,7 +68,7 @@ class HashModel(Model):
                 for each in asked.intersection(range(place, place + count)):
                     told[each] = _next(keys, values, position + each - place + 1, number)
         logits = torch.zeros(len(wanted), VOCABULARY)
-        for row, place in enumerate(cast("list[int]", wanted.tolist())):
+        for row, place in enumerate(as_list(wanted)):
             logits[row, told[place]] = 50.0
         return logits
 

@@ -161,11 +161,16 @@ async def test_the_budget_of_an_interrupted_turn_is_never_exceeded():
 
 async def test_an_interrupted_turn_is_told_once_token_by_token():
     engine, heard = Teller(stage_s=0.25), bytearray()
+
+    def hear(turn: int, span: WireSpan) -> None:
+        del turn
+        heard.extend(span.token_ids)
+
     async with (
         dispatching(UpdateTerms(running="abort"), engine) as dispatcher,
         anyio.create_task_group() as group,
     ):
-        group.start_soon(dispatcher.run, spec("a"), lambda _, span: heard.extend(span.token_ids))
+        group.start_soon(dispatcher.run, spec("a"), hear)
         await anyio.sleep(0.2)
         await dispatcher.publish(manifest(1))
     assert bytes(heard) == b"!look abcdef\0done\0"
