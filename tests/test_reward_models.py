@@ -24,9 +24,9 @@ from sostenuto.records import Trajectory
 from sostenuto.runtime.config import EngineEntry, RuntimeConfig, ToolServerSettings
 from sostenuto.runtime.job_file import load_train_file
 from sostenuto.runtime.jobs.job import RLJob, RolloutJob
+from sostenuto.runtime.jobs.losses import NothingComes
 from sostenuto.runtime.jobs.reward_model import RewardModel
 from sostenuto.runtime.jobs.rewarding import LateRewards
-from sostenuto.runtime.jobs.supply import NothingComes
 from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder

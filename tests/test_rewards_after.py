@@ -17,8 +17,8 @@ from sostenuto.runtime.jobs.finished import Finished
 from sostenuto.runtime.jobs.group_rewards import judge_of
 from sostenuto.runtime.jobs.job import RLJob, RolloutJob, Stragglers
 from sostenuto.runtime.jobs.late import AwaitedRewards
+from sostenuto.runtime.jobs.losses import NothingComes
 from sostenuto.runtime.jobs.rewarding import GroupRewards, LateRewards
-from sostenuto.runtime.jobs.supply import NothingComes
 from sostenuto.tools.wire import Reward
 from sostenuto.trainer.algorithms import GRPO
 from sostenuto.types import CallId, Episode, ProgramId

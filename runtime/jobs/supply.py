@@ -6,9 +6,7 @@ Invariants:
 - What can never become a batch is an error, not an endless wait.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -20,6 +18,7 @@ from sostenuto.records import Trajectory
 from sostenuto.runtime.jobs.batch import Batch
 from sostenuto.runtime.jobs.events import Dropped, GivenUp, JobEvent, NoSignal, Quarantined
 from sostenuto.runtime.jobs.group_rewards import GroupJudge
+from sostenuto.runtime.jobs.losses import Losses
 from sostenuto.runtime.jobs.members import Members
 from sostenuto.runtime.jobs.openings import KeptGroup, Openings, Start
 from sostenuto.runtime.jobs.plan import Plan
@@ -33,16 +32,6 @@ from sostenuto.trainer.samplers import Standing, open_sampler
 from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId, Version
 
 TRAINED = Outcome(OutcomeKind.TRAINED)
-_LOST_GROUPS = 24
-"""So many groups in a row that came to nothing end the job."""
-
-
-@dataclass(slots=True)
-class _Lost:
-    """Programs that failed since the last one that did not."""
-
-    programs: int = 0
-    reasons: deque[str] = field(default_factory=lambda: deque[str](maxlen=3))
 
 
 class GroupSupply:
@@ -87,7 +76,7 @@ class GroupSupply:
         self._watchdog = Watchdog(
             plan.stalled_after_s, self._running, self._no_publication, inspect=inspect, say=say
         )
-        self._lost = _Lost()
+        self._losses = Losses(plan.group_size)
         self._quarantined = set[str]()
         self._changed = anyio.Event()
 
@@ -211,10 +200,8 @@ class GroupSupply:
         return len(kept)
 
     def _restore(self, group: KeptGroup, deployed: Version) -> tuple[DroppedProgram, ...]:
-        # What was told of a group together is not in the records of its members.
-        fault = group.fault or ("group_rewards" if self._judges else "")
-        if fault:
-            return tuple(DroppedProgram(member.program_id, fault) for member in group.members)
+        if group.fault:
+            return tuple(DroppedProgram(member.program_id, group.fault) for member in group.members)
         return self._buffer.restore(group.group_id, group.members, deployed, self._plan.max_staleness)
 
     def load_state_dict(self, state: Mapping[str, Any], there: Mapping[GroupId, Start] | None = None) -> None:
@@ -268,7 +255,7 @@ class GroupSupply:
         self._notify()
 
     async def _wait(self) -> None:
-        self._refuse_to_wait_for_ever()
+        self._losses.refuse_too_many()
         self._waiting = True
         try:
             await self._change()
@@ -312,7 +299,7 @@ class GroupSupply:
         if trajectory is not None:
             self._look_at(trajectory)
         elif self._judges:
-            self._lost = _Lost()
+            self._losses.clear()
         if trajectory is None or trajectory.group_id not in self._buffer.waiting_for:
             self._watchdog.completed()
         self._drop(dropped)
@@ -347,15 +334,11 @@ class GroupSupply:
     # ---- what comes to nothing ----
 
     def _count(self, trajectory: Trajectory) -> None:
-        if trajectory.outcome is None:
+        if trajectory.outcome is not None:
+            self._losses.add(trajectory.outcome)
+        elif not self._judges:
             # Where groups are judged, it is the judged one that shows that something comes.
-            self._lost = self._lost if self._judges else _Lost()
-            return
-        if trajectory.outcome.kind is OutcomeKind.DROPPED:
-            # It came too late, and nothing was wrong with it.
-            return
-        self._lost.programs += 1
-        self._lost.reasons.append(str(trajectory.outcome))
+            self._losses.clear()
 
     def _drop(self, dropped: tuple[DroppedProgram, ...]) -> None:
         for drop in dropped:
@@ -368,12 +351,6 @@ class GroupSupply:
     def _is_over(self) -> bool:
         """No group will come any more."""
         return self._exhausted and not self._buffer.open_groups and not self._openings.waits
-
-    def _refuse_to_wait_for_ever(self) -> None:
-        in_a_row = _LOST_GROUPS * self._plan.group_size
-        if self._lost.programs >= in_a_row:
-            last = "; ".join(self._lost.reasons)
-            raise NothingComes(f"{self._lost.programs} programs in a row failed, the last ones as: {last}")
 
     def _running(self) -> list[ProgramId]:
         return [member for members in self._buffer.waiting_for.values() for member in members]
@@ -394,10 +371,6 @@ class GroupSupply:
         await event.wait()
         if self._changed is event:
             self._changed = anyio.Event()
-
-
-class NothingComes(SostenutoError):  # noqa: N818 - reads as the fact it states
-    """Programs fail one after the other: there is nothing to learn from."""
 
 
 def _no_signal(groups: tuple[ReadyGroup, ...]) -> NoSignal:
