@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ async def killed(arguments: list[str], run: Path, when: Callable[[list[dict[str,
                 assert process.returncode is None
                 await anyio.sleep(0.02)
         for each in [tree, *tree.children(recursive=True)]:
-            each.kill()
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 async def finished(arguments: list[str]) -> None:

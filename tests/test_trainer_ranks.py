@@ -15,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sostenuto.errors import ConfigError, RecordError, TrainerError
-from sostenuto.trainer.algorithms import GRPO
+from sostenuto.trainer.algorithms import GRPO, PPO
 from sostenuto.trainer.client import TrainerClient
+from sostenuto.trainer.parts import Critic, CriticHead, CriticModel
 from sostenuto.trainer.publication.manifest import Manifest
 from sostenuto.trainer.ranks import Ranks
+from sostenuto.trainer.reports import StepReport
 from sostenuto.trainer.samples import Sample
 from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.types import Version
@@ -39,13 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def trainer(
-    folder: Path, processes: int, directory: Path, **settings: object
+    folder: Path, processes: int, directory: Path, critic: Critic | None = None, **settings: object
 ) -> AsyncGenerator[TrainerClient]:
     chosen = LearnerSettings.model_validate(
         {**SETTINGS, "publication": {"directory": str(directory)}, **settings}
     )
     async with TrainerClient(processes=processes) as client:
-        await client.open(folder, chosen, seed=0, version=V0)
+        await client.open(folder, chosen, seed=0, version=V0, critic=critic)
         yield client
 
 
@@ -112,11 +114,67 @@ async def test_what_one_refuses_all_refuse_and_go_on(tmp_path: Path, folder: Pat
         assert (report.step, report.refused) == (1, "")
 
 
-async def test_lora_is_not_shared(folder: Path):
+LORA = {"rank": 4, "alpha": 8}
+
+
+async def test_lora_of_two_processes_is_that_of_one_in_either_ones_checkpoint(tmp_path: Path, folder: Path):
     pytest.importorskip("peft", reason="the peft package is not installed: sostenuto[lora]")
-    async with TrainerClient(processes=2) as client:
-        with pytest.raises(ConfigError, match=r"trainer\.processes: .*lora"):
-            await client.open(folder, LearnerSettings.model_validate({"lora": {}}), seed=0)
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(trainer(folder, 1, tmp_path, lora=LORA))
+        two = await stack.enter_async_context(trainer(folder, 2, tmp_path, lora=LORA))
+        for step in range(STEPS):
+            expected, found = await one.learn(batch(step), GRPO()), await two.learn(batch(step), GRPO())
+            assert found.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
+            assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+        weights = tensors(await two.publish(Version(0, 1)))
+        for name, value in tensors(await one.publish(Version(0, 1))).items():
+            np.testing.assert_allclose(weights[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
+        await one.restore(await two.save(tmp_path / "of-two", Version(0, 1)))
+        expected, found = await one.learn(batch(0), GRPO()), await two.learn(batch(0), GRPO())
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        await two.restore(await one.save(tmp_path / "of-one", Version(0, 2)))
+        expected, found = await one.learn(batch(1), GRPO()), await two.learn(batch(1), GRPO())
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("critic", [CriticHead(coefficient=0.1, warmup_steps=1), CriticModel(warmup_steps=1)])
+async def test_a_critic_of_two_processes_is_that_of_one_in_either_ones_checkpoint(
+    tmp_path: Path, folder: Path, critic: Critic
+):
+    method = PPO(critic=critic, minibatches=2)
+
+    async def learn(client: TrainerClient, step: int) -> tuple[StepReport, np.ndarray]:
+        samples = batch(step)
+        values = await client.values(samples)
+        told = [
+            replace(
+                sample,
+                extras={
+                    "value": known,
+                    "return": np.where(sample.mask, known + 0.5, np.nan).astype(np.float32),
+                },
+            )
+            for sample, known in zip(samples, values, strict=True)
+        ]
+        return await client.learn(told, method), np.concatenate(values)
+
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(trainer(folder, 1, tmp_path, critic))
+        two = await stack.enter_async_context(trainer(folder, 2, tmp_path, critic))
+
+        async def agree(step: int) -> None:
+            (expected, wanted), (found, values) = await learn(one, step), await learn(two, step)
+            np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-5)
+            assert found.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
+            assert found.value_loss == pytest.approx(expected.value_loss, rel=1e-5)
+            assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3, abs=1e-6)
+
+        for step in range(5):
+            await agree(step)
+        await one.restore(await two.save(tmp_path / "of-two", Version(0, 1)))
+        await agree(5)
+        await two.restore(await one.save(tmp_path / "of-one", Version(0, 2)))
+        await agree(6)
 
 
 async def gone(processes: list[psutil.Process]) -> None:

@@ -57,18 +57,21 @@ def save_checkpoint(
     path = checkpoint_path(root, version)
     # Gathered by all ranks, written by one.
     weights, tensors = learner.policy.state(), _tensors(learner)
+    adapter, critic = learner.policy.adapter, learner.critic
+    small = {} if adapter is None else adapter.tensors()
+    judged = {} if critic is None else critic.tensors()
     if learner.ranks.index:
         return path
     try:
         with replacing(path) as part:
             _copy_companions(source, part)
             learner.policy.save(part, weights)
-            if learner.policy.adapter is not None:
-                learner.policy.adapter.save(part / FOLDER)
+            if adapter is not None:
+                adapter.save(part / FOLDER, small)
             save_tensors(tensors, part / _TENSORS)
             (part / _STATE).write_text(json.dumps(_state(learner, version), indent=1))
-            if learner.critic is not None:
-                save_tensors(learner.critic.tensors(), part / _CRITIC)
+            if critic is not None:
+                save_tensors(judged, part / _CRITIC)
             if drafter is not None:
                 (part / _DRAFT).mkdir()
                 _copy_companions(drafter.source, part / _DRAFT)

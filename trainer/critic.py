@@ -17,10 +17,11 @@ from sostenuto.errors import ConfigError, RecordError
 from sostenuto.trainer.batching import MicroBatch
 from sostenuto.trainer.logprobs import features_of
 from sostenuto.trainer.losses import clipped_value
-from sostenuto.trainer.model import Policy, load_beside
+from sostenuto.trainer.model import Policy, load_beside, shared_decoder
 from sostenuto.trainer.optimizer import Optimizer
 from sostenuto.trainer.parts import Critic as CriticPart
 from sostenuto.trainer.parts import CriticHead
+from sostenuto.trainer.ranks import ALONE, Ranks, as_shared, reshard, whole
 from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.trainer.tally import Tally
 from sostenuto.trainer.tensors import as_tensor
@@ -45,9 +46,17 @@ class Critic:
     """
 
     def __init__(
-        self, part: CriticPart, policy: Policy, settings: LearnerSettings, own: Policy | None = None
+        self,
+        part: CriticPart,
+        policy: Policy,
+        settings: LearnerSettings,
+        own: Policy | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """ConfigError for a model that has no hidden states to read."""
+        """ConfigError for a model that has no hidden states to read.
+
+        `ranks`: each has the whole head, and a share of a model of its own.
+        """
         self.part = part
         self.batches = 0
         self._own = own is not None
@@ -56,7 +65,8 @@ class Critic:
         self._trunk = trunk if trunk.plain_head else replace(trunk, plain_head=True)
         self.head = ValueHead(_width(self._trunk))
         self.module = nn.ModuleDict({"head": self.head, **({"trunk": own.decoder} if own else {})})
-        self.optimizer = Optimizer(self.module, settings.model_copy(update={"schedule": part.schedule}))
+        own_settings = settings.model_copy(update={"schedule": part.schedule})
+        self.optimizer = Optimizer(self.module, own_settings, ranks)
 
     @property
     def learns_alone(self) -> bool:
@@ -78,8 +88,8 @@ class Critic:
         return loss
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and what the optimizer keeps, by name."""
-        weights = {f"weights.{name}": value for name, value in self.module.state_dict().items()}
+        """Weights and what the optimizer keeps, by name; all ranks ask, or none."""
+        weights = {f"weights.{name}": whole(value) for name, value in self.module.state_dict().items()}
         return weights | {f"optimizer.{name}": value for name, value in self.optimizer.tensors().items()}
 
     def counts(self) -> dict[str, int]:
@@ -91,13 +101,21 @@ class Critic:
         for key, value in tensors.items():
             kind, _, name = key.partition(".")
             kinds[kind][name] = value
-        self.module.load_state_dict(kinds["weights"])
+        own = cast("dict[str, Tensor]", self.module.state_dict())
+        shared = {
+            name: as_shared(value, own[name]) if name in own else value
+            for name, value in kinds["weights"].items()
+        }
+        self.module.load_state_dict(shared)
         self.optimizer.load(kinds["optimizer"], self.part.schedule, counts["schedule_steps"])
         self.batches = counts["batches"]
 
     def _states(self, batch: MicroBatch) -> Tensor:
         if self._own:
-            return features_of(self._trunk, replace(batch, experts=None))
+            states = features_of(self._trunk, replace(batch, experts=None))
+            if self._trunk.shared and not torch.is_grad_enabled():
+                reshard(self._trunk.decoder)
+            return states
         weight = self.part.coefficient if isinstance(self.part, CriticHead) and not self.learns_alone else 0.0
         states = features_of(self._trunk, batch)
         fixed = states.detach()
@@ -105,13 +123,19 @@ class Critic:
 
 
 def open_critic(
-    part: CriticPart, policy: Policy, settings: LearnerSettings, directory: Path | None = None
+    part: CriticPart,
+    policy: Policy,
+    settings: LearnerSettings,
+    directory: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> Critic:
     """`directory`: of its own model; None: it begins as the policy did.  ConfigError for an unlike model."""
     if isinstance(part, CriticHead):
-        return Critic(part, policy, settings)
+        return Critic(part, policy, settings, ranks=ranks)
     own = load_beside("critic", directory or policy.source, policy, settings.dtype)
-    return Critic(part, policy, settings, own)
+    if ranks.count > 1:
+        own = shared_decoder(own)
+    return Critic(part, policy, settings, own, ranks)
 
 
 def _width(policy: Policy) -> int:

@@ -79,8 +79,6 @@ class Learner:
 
         `critic`: what says values.  `ranks`: those that hold `policy` together.
         """
-        if critic is not None and ranks.count > 1:
-            raise ConfigError("trainer.processes: a critic is trained in one process; give 1")
         self.ranks = ranks
         self.policy = policy
         self.reference = reference
@@ -248,6 +246,8 @@ class Learner:
 
     def _move(self, movers: list[Optimizer]) -> tuple[float, str]:
         """Gradient norm of the policy, and why nothing has moved, if so."""
+        for optimizer in movers:
+            optimizer.meet()
         others = [optimizer for optimizer in movers if optimizer is not self.optimizer]
         if not all(other.is_finite for other in others):
             _discard(movers)

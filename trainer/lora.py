@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sostenuto.errors import ConfigError
+from sostenuto.trainer.ranks import as_shared, whole
 from sostenuto.trainer.routing import looks_like_router
 from sostenuto.trainer.settings import LoraSettings
 from sostenuto.trainer.tensors import as_bytes, load_tensors, named_parts, save_tensors, seed_everything
@@ -58,24 +59,28 @@ class Adapter:
         for name, tensor in cast("dict[str, Tensor]", self._module.state_dict()).items():
             path, _, kind = name.rpartition(".base_layer.")
             if path and kind == "weight":
-                state[f"{path}.weight"] = self._merged(tensor, path)
+                state[f"{path}.weight"] = self._merged(whole(tensor), path)
             elif ".lora_" not in name:
-                state[name.replace(".base_layer.", ".")] = tensor
+                state[name.replace(".base_layer.", ".")] = whole(tensor)
         return state
 
     def _merged(self, weight: Tensor, path: str) -> Tensor:
         layer = self._layers[path]
-        down, up = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+        down, up = (whole(m[_NAME].weight.detach()) for m in (layer.lora_A, layer.lora_B))
         exact = torch.promote_types(weight.dtype, torch.float32)
         with torch.no_grad():
             added = up.to(exact) @ down.to(exact) * layer.scaling[_NAME]
             return (weight.to(exact) + added).to(weight.dtype)
 
-    def save(self, folder: Path) -> None:
-        """Write what PEFT reads."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The small matrices by their names in a file; all ranks ask, or none."""
+        return {_outer(name): whole(tensor).contiguous() for name, tensor in self._own()}
+
+    def save(self, folder: Path, tensors: dict[str, Tensor] | None = None) -> None:
+        """Write what PEFT reads.  `tensors`: as `tensors` has given them."""
         folder.mkdir(parents=True, exist_ok=True)
         self._config.save_pretrained(str(folder))
-        save_tensors({_outer(name): tensor.contiguous() for name, tensor in self._own()}, folder / _TENSORS)
+        save_tensors(tensors or self.tensors(), folder / _TENSORS)
 
     def load(self, folder: Path) -> None:
         """Take over what `save` wrote.  ConfigError for matrices of other shapes or layers."""
@@ -92,7 +97,7 @@ class Adapter:
             raise ConfigError(f"checkpoint {folder.parent}: lora of other layers or rank, first {wrong[0]}")
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(saved[name])
+                tensor.copy_(as_shared(saved[name], tensor))
 
     def _own(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._module.named_parameters():

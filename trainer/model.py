@@ -9,7 +9,7 @@ Suffixes: N = tokens of all sequences, M = the positions asked for.
 
 import inspect
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -260,12 +260,21 @@ def open_policy(directory: Path, settings: LearnerSettings, *, seed: int) -> Pol
 
 def shared_policy(policy: Policy) -> Policy:
     """`policy`, of which every rank keeps a share.  ConfigError where that cannot be."""
-    layers = policy.recomputation.layers if policy.recomputation else ()
-    if policy.adapter is not None or not policy.plain_head or not layers:
-        why = "lora moves too little to be shared" if policy.adapter else "its layers are not known"
-        raise ConfigError(f"trainer.processes: {policy.architecture}: {why}; train it in one process")
-    shard(policy.module, layers)
+    shard(policy.module, _layers_to_share(policy, "trainer.processes"))
     return replace(policy, shared=True)
+
+
+def shared_decoder(policy: Policy) -> Policy:
+    """As `shared_policy`, of a model of which only hidden states are asked for: it runs where it is called."""
+    shard(policy.decoder, _layers_to_share(policy, "trainer.processes: critic"))
+    return replace(policy, shared=True)
+
+
+def _layers_to_share(policy: Policy, role: str) -> Sequence[nn.Module]:
+    layers = policy.recomputation.layers if policy.recomputation else ()
+    if not policy.plain_head or not layers:
+        raise ConfigError(f"{role}: {policy.architecture}: its layers are not known; train it in one process")
+    return layers
 
 
 def load_reference(directory: Path, policy: Policy, dtype: str, *, role: str = "reference") -> Policy:

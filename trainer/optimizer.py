@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sostenuto.errors import ConfigError
-from sostenuto.trainer.ranks import ALONE, Ranks, as_shared, local, whole
+from sostenuto.trainer.ranks import ALONE, Ranks, as_shared, is_shared, local, whole
 from sostenuto.trainer.settings import LearnerSettings, Schedule
 
 
@@ -35,7 +35,7 @@ class Optimizer:
     """Owns the gradient of one model and moves its weights."""
 
     def __init__(self, module: nn.Module, settings: LearnerSettings, ranks: Ranks = ALONE) -> None:
-        """`ranks`: those that share the module's parameters."""
+        """`ranks`: those that share the module's parameters, or each have all of some."""
         self._settings = settings
         self._ranks = ranks
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -71,14 +71,20 @@ class Optimizer:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
+    def meet(self) -> None:
+        """Before a step: the gradients of what every rank has a whole copy of become those of the batch."""
+        for master in self._masters.values():
+            if master.grad is not None and not is_shared(master):
+                self._ranks.average(master.grad)
+
     @property
     def is_finite(self) -> bool:
-        """Whether the gradient is."""
-        return math.isfinite(_squares(self._masters.values()))
+        """Whether the gradient is, on every rank."""
+        return math.isfinite(self._norm())
 
     def step(self) -> tuple[float, bool]:
         """Clip and apply the gradient; its norm before clipping, and whether the weights moved."""
-        norm = math.sqrt(self._ranks.total(_squares(self._masters.values())))
+        norm = self._norm()
         if not math.isfinite(norm):
             self.discard()
             return norm, False
@@ -90,6 +96,11 @@ class Optimizer:
         self._write_back()
         self.steps += 1
         return norm, True
+
+    def _norm(self) -> float:
+        shared = [master for master in self._masters.values() if is_shared(master)]
+        own = [master for master in self._masters.values() if not is_shared(master)]
+        return math.sqrt(self._ranks.total(_squares(shared)) + _squares(own))
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a resumed run needs, by name."""
@@ -117,11 +128,15 @@ class Optimizer:
         self._write_back()
 
     def _fresh(self) -> torch.optim.AdamW:
-        masters = list(self._masters.values())
+        # What ranks share and what each has whole cannot be moved in one call.
+        groups: dict[tuple[bool, bool], list[Tensor]] = {}
+        for master in self._masters.values():
+            groups.setdefault((master.ndim > 1, is_shared(master)), []).append(master)
+        decay = self._settings.weight_decay
         return torch.optim.AdamW(
             [
-                {"params": [p for p in masters if p.ndim > 1], "weight_decay": self._settings.weight_decay},
-                {"params": [p for p in masters if p.ndim <= 1], "weight_decay": 0.0},
+                {"params": masters, "weight_decay": decay if is_matrix else 0.0}
+                for (is_matrix, _), masters in groups.items()
             ],
             lr=self.schedule.learning_rate,
             betas=self._settings.betas,

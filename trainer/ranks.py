@@ -39,6 +39,12 @@ class Ranks:
     def total(self, value: float) -> float:
         return sum(self.gather(value))
 
+    def average(self, tensor: Tensor) -> None:
+        """Put the mean of what all have in its place."""
+        if self.count > 1:
+            _distributed.all_reduce(tensor)
+            tensor.div_(self.count)
+
     def gather(self, value: T) -> list[T]:
         """The value of each, first rank first."""
         if self.count == 1:
@@ -126,6 +132,11 @@ def box_of(tensor: Tensor) -> tuple[tuple[int, int], ...]:
     shared = cast("Any", tensor)
     lengths, starts = _placed(shared.shape, shared.device_mesh, shared.placements)
     return tuple((start, start + length) for start, length in zip(starts, lengths, strict=True))
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether each rank has a share of it, and not all of them the whole."""
+    return isinstance(tensor, _tensor.DTensor)
 
 
 def as_shared(value: Tensor, like: Tensor) -> Tensor:

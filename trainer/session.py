@@ -140,7 +140,9 @@ class Session:
             return None
         directory = command.critic_directory
         part = _CRITIC.validate_json(command.critic)
-        return open_critic(part, policy, settings, None if directory is None else Path(directory))
+        return open_critic(
+            part, policy, settings, None if directory is None else Path(directory), self._ranks
+        )
 
     def _facts(self) -> TrainerFacts:
         learner = self._ready
