@@ -265,7 +265,7 @@ def shared_policy(policy: Policy) -> Policy:
 
 
 def shared_decoder(policy: Policy) -> Policy:
-    """As `shared_policy`, of a model of which only hidden states are asked for: it runs where it is called."""
+    """As `shared_policy`, of a model whose hidden states alone are asked for: it runs where it is called."""
     shard(policy.decoder, _layers_to_share(policy, "trainer.processes: critic"))
     return replace(policy, shared=True)
 
