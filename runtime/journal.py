@@ -2,12 +2,13 @@
 
 - `write` returns at once; `flush` returns when everything written before it is committed.
 - The death of any process loses nothing that was flushed.
+- Records of finished programs are in it; the arrays of long ones lie beside it (`bulk`), written before.
 - Only one runtime writes to a journal at a time (the run directory is locked); anyone may read it.
 """
 
 import sqlite3
 import time
-from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,10 +18,17 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from sostenuto.errors import Blame, ConfigError, lone_error
+from sostenuto.errors import Blame, ConfigError, RecordError, lone_error
 from sostenuto.records import Trajectory
+from sostenuto.runtime.bulk import FOLDER, bulk_path, read_bulk, write_bulk
 from sostenuto.runtime.ledger import Ledger, Stage
-from sostenuto.runtime.records import decode_trajectory, encode_trajectory
+from sostenuto.runtime.records import (
+    array_bytes,
+    decode_trajectory,
+    encode_trajectory,
+    join_trajectory,
+    split_trajectory,
+)
 from sostenuto.types import GroupId, Outcome, OutcomeKind, ProgramId, Purpose, Version
 
 _SCHEMA = """
@@ -29,6 +37,7 @@ CREATE TABLE IF NOT EXISTS programs (
     id TEXT PRIMARY KEY, group_id TEXT NOT NULL, task_id TEXT NOT NULL, purpose TEXT NOT NULL,
     stage TEXT NOT NULL, kind TEXT, reason TEXT, blame TEXT);
 CREATE TABLE IF NOT EXISTS trajectories (program_id TEXT PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS bulk (program_id TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS groups (
     id TEXT PRIMARY KEY, job TEXT NOT NULL, ordinal INTEGER NOT NULL, start INTEGER NOT NULL,
     size INTEGER NOT NULL, step INTEGER);
@@ -38,6 +47,8 @@ CREATE TABLE IF NOT EXISTS versions (
 """
 
 _ENDED = "ended"
+BULK_BYTES = 64 << 10
+"""Arrays of so many bytes and more lie beside the journal; less is read and written faster within it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +129,10 @@ Entry = (
 class Journal:
     """The writing side.  Use `open_journal`."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, folder: Path | None = None) -> None:
+        """`folder`: for the arrays of long records; None: they are in the journal as well."""
         self._connection = connection
+        self._folder = folder
         self._pending: list[Entry] = []
         self._wake = anyio.Event()
         self._written = 0
@@ -159,10 +172,10 @@ class Journal:
         with anyio.CancelScope(shield=True):
             try:
                 self.busy_s += await to_thread.run_sync(
-                    _commit, self._connection, batch, limiter=self._thread
+                    _commit, self._connection, self._folder, batch, limiter=self._thread
                 )
                 self._committed += len(batch)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OSError) as error:
                 self._broken = ConfigError(f"the journal cannot be written: {error}; is the disk full?")
                 raise self._broken from error
             finally:
@@ -180,7 +193,7 @@ async def open_journal(path: Path) -> AsyncGenerator[Journal]:
         raise ConfigError(
             f"no journal can be opened at {path}: {error}; choose another run directory"
         ) from error
-    journal = Journal(connection)
+    journal = Journal(connection, path.parent / FOLDER)
     with closing(connection), lone_error():
         async with anyio.create_task_group() as group:
             group.start_soon(journal.commit_for_ever)
@@ -191,27 +204,27 @@ async def open_journal(path: Path) -> AsyncGenerator[Journal]:
                 await journal.commit_pending()
 
 
-def _commit(connection: sqlite3.Connection, batch: list[Entry]) -> float:
+def _commit(connection: sqlite3.Connection, folder: Path | None, batch: list[Entry]) -> float:
     """How long that took."""
     began_s = time.perf_counter()
     with connection:
         for entry in batch:
-            _execute(connection, entry)
+            _execute(connection, folder, entry)
     return time.perf_counter() - began_s
 
 
-def _execute(connection: sqlite3.Connection, entry: Entry) -> None:
+def _execute(connection: sqlite3.Connection, folder: Path | None, entry: Entry) -> None:
     match entry:
         case ProgramSubmitted(program_id, group_id, task_id, purpose):
             row = (program_id, group_id, task_id, purpose, Stage.RUNNING)
             connection.execute("INSERT INTO programs VALUES (?, ?, ?, ?, ?, NULL, NULL, NULL)", row)
         case ProgramSealed(trajectory):
-            _keep(connection, trajectory)
+            _keep(connection, folder, trajectory)
             row = (Stage.SEALED, trajectory.program_id)
             connection.execute("UPDATE programs SET stage = ? WHERE id = ?", row)
         case ProgramEnded(program_id, outcome, trajectory):
             if trajectory is not None:
-                _keep(connection, trajectory)
+                _keep(connection, folder, trajectory)
             row = (_ENDED, outcome.kind, outcome.reason, outcome.blame, program_id)
             connection.execute("UPDATE programs SET stage=?, kind=?, reason=?, blame=? WHERE id=?", row)
         case ProgramReopened(program_id):
@@ -240,9 +253,15 @@ def _execute_other(
             connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
 
-def _keep(connection: sqlite3.Connection, trajectory: Trajectory) -> None:
-    row = (trajectory.program_id, encode_trajectory(trajectory))
-    connection.execute("INSERT OR REPLACE INTO trajectories VALUES (?, ?)", row)
+def _keep(connection: sqlite3.Connection, folder: Path | None, trajectory: Trajectory) -> None:
+    program_id = trajectory.program_id
+    if folder is None or array_bytes(trajectory) < BULK_BYTES:
+        record = encode_trajectory(trajectory)
+    else:
+        record, arrays = split_trajectory(trajectory)
+        write_bulk(bulk_path(folder, program_id), arrays)
+        connection.execute("INSERT OR REPLACE INTO bulk VALUES (?)", (program_id,))
+    connection.execute("INSERT OR REPLACE INTO trajectories VALUES (?, ?)", (program_id, record))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +281,9 @@ class GroupEntry:
 class JournalReader:
     """The reading side; opens the file read-only and can be used while a runtime writes."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, folder: Path) -> None:
         self._connection = connection
+        self._folder = folder
 
     def ledger(self) -> Ledger:
         rows = self._connection.execute("SELECT id, stage, kind, reason, blame FROM programs")
@@ -301,18 +321,29 @@ class JournalReader:
             for (id_, ordinal, start, size, step), members in groupby(rows, key=itemgetter(0, 1, 2, 3, 4))
         ]
 
-    def records(self, programs: Iterable[ProgramId]) -> list[Trajectory]:
-        """Of those of the programs that have one, in their order."""
-        query = "SELECT record FROM trajectories WHERE program_id = ?"
-        found = (self._connection.execute(query, (program_id,)).fetchone() for program_id in programs)
-        return [decode_trajectory(row[0]) for row in found if row is not None]
+    def record(self, program_id: ProgramId) -> Trajectory:
+        """Of one program; RecordError when it has none that can be read."""
+        found = next(self._records("WHERE t.program_id = ?", (program_id,)), None)
+        if found is None:
+            raise RecordError(f"{program_id}: the journal has no record of it")
+        return found
 
     def trajectories(self, *, purpose: Purpose | None = None) -> Iterator[Trajectory]:
         """Every record that was kept, in the order in which the programs were submitted."""
         where, values = ("WHERE p.purpose = ?", (purpose,)) if purpose else ("", ())
-        query = f"SELECT record FROM trajectories t JOIN programs p ON p.id = t.program_id {where} ORDER BY p.rowid"  # noqa: E501 - no value is spliced in
-        for (record,) in self._connection.execute(query, values):
-            yield decode_trajectory(record)
+        return self._records(where, values)
+
+    def _records(self, where: str, values: tuple[str, ...]) -> Iterator[Trajectory]:
+        query = (
+            "SELECT t.program_id, t.record, b.program_id FROM trajectories t "
+            "JOIN programs p ON p.id = t.program_id LEFT JOIN bulk b ON b.program_id = t.program_id "
+            f"{where} ORDER BY p.rowid"
+        )
+        for program_id, record, is_bulk in self._connection.execute(query, values):
+            if is_bulk:
+                yield join_trajectory(record, read_bulk(bulk_path(self._folder, program_id)))
+            else:
+                yield decode_trajectory(record)
 
 
 @contextmanager
@@ -322,7 +353,7 @@ def read_journal(path: Path) -> Generator[JournalReader]:
         raise ConfigError(f"no journal at {path}; is this a run directory?")
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
-            yield JournalReader(connection)
+            yield JournalReader(connection, path.parent / FOLDER)
     except sqlite3.Error as error:
         raise ConfigError(
             f"the journal {path} cannot be read: {error}; restore the file, or choose another run directory"

@@ -1,5 +1,10 @@
-"""Trajectories as bytes: msgpack, arrays as raw little-endian buffers."""
+"""Trajectories as bytes: msgpack, arrays as raw little-endian buffers.
 
+Of a long one the arrays can be taken out, so that they lie elsewhere.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 
 import msgspec
@@ -29,6 +34,11 @@ class _Taught(msgspec.Struct, array_like=True):
     top_logprobs: bytes
 
 
+class _Experts(msgspec.Struct, array_like=True):
+    shape: tuple[int, int, int]
+    numbers: bytes
+
+
 class _Record(msgspec.Struct):
     program_id: str
     group_id: str
@@ -40,16 +50,96 @@ class _Record(msgspec.Struct):
     usage: dict[str, float]
     outcome: tuple[str, str, str | None] | None
     metrics: dict[str, float]
-    experts: list[tuple[tuple[int, int, int], bytes] | None] | msgspec.UnsetType = msgspec.UNSET
+    experts: list[_Experts | None] | msgspec.UnsetType = msgspec.UNSET
     teacher: str | msgspec.UnsetType = msgspec.UNSET
     taught: list[_Taught | None] | msgspec.UnsetType = msgspec.UNSET
     history: str | msgspec.UnsetType = msgspec.UNSET
     turn_rewards: list[float] | msgspec.UnsetType = msgspec.UNSET
 
 
+class _Hollow(msgspec.Struct):
+    """A record without its arrays."""
+
+    record: _Record
+    lengths: dict[str, list[int]]
+    """In bytes, of the pieces of each array in their order."""
+
+
+_ARRAYS = {
+    "token_ids": "I32",
+    "logprobs": "F32",
+    "mask": "BOOL",
+    "experts": "I16",
+    "taught_logprobs": "F32",
+    "top_ids": "I32",
+    "top_logprobs": "F32",
+}
+"""By name, with the type as safetensors calls it."""
+
+
 def encode_trajectory(trajectory: Trajectory) -> bytes:
+    return msgspec.msgpack.encode(_record_of(trajectory))
+
+
+def array_bytes(trajectory: Trajectory) -> int:
+    """What its arrays take, without those of one number a token that a teacher said."""
+    tokens = sum(len(span.token_ids) for span in trajectory.spans())
+    experts = sum(2 * experts.size for experts in trajectory.experts if experts is not None)
+    likeliest = (taught.top_ids for taught in trajectory.taught if taught is not None)
+    return 9 * tokens + experts + sum(8 * top_ids.size for top_ids in likeliest if top_ids is not None)
+
+
+def split_trajectory(trajectory: Trajectory) -> tuple[bytes, dict[str, tuple[str, bytes]]]:
+    """The record without its arrays, and those: by name, each with its type and its bytes."""
+    record, pieces = _record_of(trajectory), defaultdict[str, list[bytes]](list)
+    for place, attribute, name in _places(record):
+        pieces[name].append(getattr(place, attribute))
+        setattr(place, attribute, b"")
+    hollow = _Hollow(record, {name: [len(piece) for piece in found] for name, found in pieces.items()})
+    arrays = {name: (_ARRAYS[name], b"".join(found)) for name, found in pieces.items()}
+    return msgspec.msgpack.encode(hollow), arrays
+
+
+def join_trajectory(data: bytes, arrays: Mapping[str, bytes]) -> Trajectory:
+    """What was split, or RecordError when the arrays are not those of the record."""
+    try:
+        hollow = msgspec.msgpack.decode(data, type=_Hollow)
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"not the record of a trajectory: {error}") from error
+    pieces = {name: _cut(arrays, name, lengths) for name, lengths in hollow.lengths.items()}
+    for place, attribute, name in _places(hollow.record):
+        setattr(place, attribute, next(pieces[name]))
+    return _trajectory_of(hollow.record)
+
+
+def _places(record: _Record) -> Iterator[tuple[msgspec.Struct, str, str]]:
+    """Where its arrays are: in what, under which attribute; and the name of that which they are part of."""
+    for sequence in record.sequences:
+        for span in sequence:
+            yield from ((span, name, name) for name in ("token_ids", "logprobs", "mask"))
+    for experts in record.experts or ():
+        if experts is not None:
+            yield experts, "numbers", "experts"
+    for taught in record.taught or ():
+        if taught is not None:
+            yield taught, "logprobs", "taught_logprobs"
+            yield from ((taught, name, name) for name in ("top_ids", "top_logprobs"))
+
+
+def _cut(arrays: Mapping[str, bytes], name: str, lengths: list[int]) -> Iterator[bytes]:
+    whole, start = arrays.get(name, b""), 0
+    if len(whole) != sum(lengths):
+        raise RecordError(f"array {name!r} has {len(whole)} bytes, its record has {sum(lengths)}")
+    pieces: list[bytes] = []
+    for length in lengths:
+        pieces.append(whole[start : start + length])
+        start += length
+    return iter(pieces)
+
+
+def _record_of(trajectory: Trajectory) -> _Record:
     outcome = trajectory.outcome
-    record = _Record(
+    return _Record(
         program_id=trajectory.program_id,
         group_id=trajectory.group_id,
         task_id=trajectory.task_id,
@@ -66,7 +156,6 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         history=trajectory.history or msgspec.UNSET,
         turn_rewards=list(trajectory.turn_rewards) or msgspec.UNSET,
     )
-    return msgspec.msgpack.encode(record)
 
 
 def decode_trajectory(data: bytes) -> Trajectory:
@@ -75,6 +164,10 @@ def decode_trajectory(data: bytes) -> Trajectory:
         record = msgspec.msgpack.decode(data, type=_Record)
     except msgspec.MsgspecError as error:
         raise RecordError(f"not the record of a trajectory: {error}") from error
+    return _trajectory_of(record)
+
+
+def _trajectory_of(record: _Record) -> Trajectory:
     return Trajectory(
         program_id=ProgramId(record.program_id),
         group_id=GroupId(record.group_id),
@@ -108,18 +201,17 @@ def _outcome(packed: tuple[str, str, str | None] | None) -> Outcome | None:
     return Outcome(OutcomeKind(kind), reason, Blame(blame) if blame else None)
 
 
-def _pack_experts(experts: Experts | None) -> tuple[tuple[int, int, int], bytes] | None:
+def _pack_experts(experts: Experts | None) -> _Experts | None:
     if experts is None:
         return None
     tokens, layers, top_k = experts.shape
-    return (tokens, layers, top_k), experts.astype("<i2").tobytes()
+    return _Experts((tokens, layers, top_k), experts.astype("<i2").tobytes())
 
 
-def _unpack_experts(packed: tuple[tuple[int, int, int], bytes] | None) -> Experts | None:
+def _unpack_experts(packed: _Experts | None) -> Experts | None:
     if packed is None:
         return None
-    shape, data = packed
-    return np.frombuffer(data, "<i2").astype(np.int16).reshape(shape)
+    return np.frombuffer(packed.numbers, "<i2").astype(np.int16).reshape(packed.shape)
 
 
 def _pack_taught(taught: Taught | None) -> _Taught | None:

@@ -1,6 +1,7 @@
 """The folder of one run: its journal, its logs, its checkpoints.  One runtime at a time.
 
 journal.db        what happened, see runtime/journal.py
+records/          arrays of long records, see runtime/bulk.py
 events.jsonl      the same for people and programs that follow along
 checkpoints/      what `Learner.save` writes
 logs/             stderr of the processes

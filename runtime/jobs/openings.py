@@ -49,9 +49,11 @@ class KeptGroup:
 
     group_id: GroupId
     start: Start
+    programs: tuple[ProgramId, ...]
+    """Of its members that could be learnt from."""
     members: tuple[Trajectory, ...]
     fault: str = ""
-    """Why it cannot be learnt from after all; empty: it may."""
+    """Why none of them can, after all; empty: they may."""
 
 
 class Openings:

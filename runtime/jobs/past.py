@@ -7,6 +7,7 @@
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Self, cast
 from pydantic import TypeAdapter, ValidationError
 
 from sostenuto.envs.curriculum import Curriculum
-from sostenuto.errors import ConfigError
+from sostenuto.errors import ConfigError, RecordError
 from sostenuto.runtime.jobs.diary import Told
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.openings import KeptGroup, Start
@@ -34,6 +35,8 @@ START = "start"
 _FORMAT = 1
 _WITHOUT_END = (NOT_TRAINED, Outcome(OutcomeKind.DROPPED, JOB_OVER))
 """What finished programs came to whose job ended before it could use them."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +178,17 @@ def _waiting(entry: GroupEntry) -> list[ProgramId]:
 
 
 def _kept(reader: JournalReader, entry: GroupEntry, job: RLJob) -> KeptGroup:
-    members = tuple(reader.records(_waiting(entry)))
+    start, programs = Start(entry.ordinal, entry.start), tuple(_waiting(entry))
+    try:
+        members = tuple(map(reader.record, programs))
+    except RecordError as error:
+        _log.warning("group %s is sampled anew: %s", entry.group_id, error)
+        return KeptGroup(entry.group_id, start, programs, (), "record_lost")
     task_id = members[0].task_id
     part = next(part for part in job.parts if not job.mixed or task_id.startswith(part.called + CALLED))
     # The journal has what each program earned alone.
     fault = "rewards_of_group_lost" if part.group_rewards else ""
-    return KeptGroup(entry.group_id, Start(entry.ordinal, entry.start), members, fault)
+    return KeptGroup(entry.group_id, start, programs, members, fault)
 
 
 def _check_tasks(job: RLJob, groups: list[KeptGroup]) -> None:
@@ -189,6 +197,8 @@ def _check_tasks(job: RLJob, groups: list[KeptGroup]) -> None:
         return
     source = job.task_source()
     for group in groups:
+        if not group.members:
+            continue
         was = group.members[0].task_id
         try:
             now = source.at(group.start.ordinal).task_id

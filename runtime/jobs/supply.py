@@ -190,8 +190,8 @@ class GroupSupply:
         self._buffer.lineage, deployed = lineage, self._deployed()
         kept: dict[GroupId, Start] = {}
         for group in groups:
-            for member in group.members:
-                self._rollouts.reopen(member.program_id)
+            for program_id in group.programs:
+                self._rollouts.reopen(program_id)
             faults = self._restore(group, deployed)
             self._drop(faults)
             if not faults:
@@ -201,7 +201,7 @@ class GroupSupply:
 
     def _restore(self, group: KeptGroup, deployed: Version) -> tuple[DroppedProgram, ...]:
         if group.fault:
-            return tuple(DroppedProgram(member.program_id, group.fault) for member in group.members)
+            return tuple(DroppedProgram(program_id, group.fault) for program_id in group.programs)
         return self._buffer.restore(group.group_id, group.members, deployed, self._plan.max_staleness)
 
     def load_state_dict(self, state: Mapping[str, Any], there: Mapping[GroupId, Start] | None = None) -> None:
