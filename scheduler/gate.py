@@ -79,6 +79,7 @@ class Gate:
         self._members: dict[EngineId, _Member] = {}
         self._pending: Version | None = None
         self._is_swapping = False
+        self._begun = 0
         self._deadline_s = _NEVER
         self._opened: deque[Version] = deque(maxlen=_REMEMBERED)
         self.now_s = 0.0
@@ -101,6 +102,13 @@ class Gate:
         """What the engine serves; None while it is quarantined, or not in the fleet."""
         member = self._members.get(engine_id)
         return member.verified if member is not None else None
+
+    def kept_from(self) -> Version | None:
+        """The oldest version whose KV outlives the next change; None: all does, or nothing is known of it."""
+        if self.deployed is None or self._begun == 0:
+            return None
+        following = self.deployed.next()
+        return self._oldest_kv(following) if self.terms.acting == "keep" else following
 
     def settled(self, engine_id: EngineId) -> Version | None:
         """The same; None also while it takes in another version, and may have either."""
@@ -188,6 +196,7 @@ class Gate:
             raise InvalidTransition(f"{version} is not newer than {self.deployed}")
         self._pending, self.terms, self.now_s = version, terms, now_s
         self._is_swapping = False
+        self._begun += 1
         self._deadline_s = _NEVER if terms.quorum is None else now_s + terms.deadline_s
         actions: list[Action] = [
             self._stage(engine_id, member, version)

@@ -89,6 +89,8 @@ class Program:
     """What its next turn needs: its context and all that the turn can add."""
     engine: EngineSeat | None = None
     """Where its KV is; while it decodes, where it decodes."""
+    kv_of: Version | None = None
+    """The version that its KV is as old as."""
     tool: str = ""
     """Whose return it waits for."""
     runnable_since_s: float = 0.0

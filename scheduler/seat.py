@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import expm1
 
 from sostenuto.scheduler.acting import Acting, Candidate
 from sostenuto.scheduler.fleet import EngineSeat
@@ -12,7 +13,7 @@ from sostenuto.scheduler.order import Key, KeyQueue
 from sostenuto.scheduler.program import Program
 from sostenuto.scheduler.rates import EngineRates
 from sostenuto.scheduler.window import Window
-from sostenuto.types import EngineId, ProgramId
+from sostenuto.types import EngineId, ProgramId, Version
 
 Taken = tuple[Program, int]
 """(program, how many of its tokens it gives up)."""
@@ -35,6 +36,10 @@ class Marks:
     """Something has changed there since they were looked at."""
     claimed: dict[EngineId, "Seat"] = field(default_factory=dict[EngineId, "Seat"])
     """They are kept clear for a program."""
+    kept_from: Version | None = None
+    """KV of an older version is lost when the next one comes; None: none is."""
+    next_version_s: float = float("inf")
+    """When that is expected."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -254,7 +259,7 @@ class Seat(EngineSeat):
         for rate, program in islice(self.acting.by_rate(now_s), _ASKED):
             if rate >= highest:
                 break
-            if rate * (1 + program.fatigue) < highest:
+            if self._worth(rate, program, now_s) < highest:
                 tokens = min(program.held_tokens, lacking)
                 taken.append((program, tokens))
                 lacking -= tokens
@@ -265,6 +270,7 @@ class Seat(EngineSeat):
     def clear(self, program: Program, needed: int, now_s: float, before: Key) -> list[Taken] | None:
         """The same for `program` whatever it costs, at last also from ready ones that come after `before`."""
         candidates = first_enough(self._all(now_s, before), needed)
+        candidates.sort(key=lambda candidate: candidate[0])
         victims = cheapest(candidates, needed)
         if victims is not None or self.decoding:
             return whole(victims)
@@ -277,13 +283,24 @@ class Seat(EngineSeat):
         for rate, program in islice(self.acting.by_rate(now_s), _ASKED):
             if rate >= highest:
                 break
-            # Who was made to come back without its KV before is asked last.
-            fatigued = rate * (1 + program.fatigue)
-            if fatigued < self.break_even_rate(program.held_tokens, needed):
-                yield fatigued, program
+            worth = self._worth(rate, program, now_s)
+            if worth < self.break_even_rate(program.held_tokens, needed):
+                yield worth, program
+
+    def _worth(self, rate: float, program: Program, now_s: float) -> float:
+        """Who was made to come back without its KV before is asked last."""
+        return self._lasting(rate, program, now_s) * (1 + program.fatigue)
+
+    def _lasting(self, rate: float, program: Program, now_s: float) -> float:
+        """At which rate its KV is come back to: what a change of version takes, if that is before it."""
+        kept_from = self.marks.kept_from
+        if kept_from is None or program.kv_of is None or program.kv_of >= kept_from:
+            return rate
+        return rate * -expm1(-rate * max(0.0, self.marks.next_version_s - now_s))
 
     def _all(self, now_s: float, before: Key) -> Iterator[Candidate]:
-        yield from self.acting.by_rate(now_s)
+        for rate, program in self.acting.by_rate(now_s):
+            yield self._lasting(rate, program, now_s), program
         for program in self.ready.last_first():
             key = self.ready.key_of(program.id)
             if key is None or key <= before:

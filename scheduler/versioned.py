@@ -8,10 +8,11 @@
 """
 
 from sostenuto.scheduler.acting import Foresight
-from sostenuto.scheduler.actions import Action, EndStale, Evict, Submitted, Unserved
+from sostenuto.scheduler.actions import Action, Decode, EndStale, Evict, Submitted, Unserved
 from sostenuto.scheduler.books import Books
+from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.lifecycle import Move, Phase
-from sostenuto.scheduler.program import Program, Reason
+from sostenuto.scheduler.program import NEVER, Program, Reason
 from sostenuto.scheduler.requirements import ANY, Requirement
 from sostenuto.scheduler.seat import Seat
 from sostenuto.scheduler.settings import SchedulerSettings
@@ -34,6 +35,7 @@ class Versioned(Books):
         self._owed: list[Action] = []
         self._seen_revision = 0
         self._seen_version: Version | None = None
+        self._opened_s = 0.0
 
     def _is_open(self, seat: Seat) -> bool:
         """Whether some program may start there."""
@@ -107,6 +109,11 @@ class Versioned(Books):
         if program.requires is ANY:
             self._particular.pop(program.id, None)
 
+    def _start(self, program: Program, seat: EngineSeat, now_s: float) -> Decode:
+        if program.phase is Phase.WAITING:
+            program.kv_of = self.gate.version(seat.id)
+        return super()._start(program, seat, now_s)
+
     # ---- what has changed in the gate ----
 
     def _follow_gate(self, now_s: float) -> list[Action]:
@@ -120,6 +127,7 @@ class Versioned(Books):
                 self._seen_version = self.gate.deployed
                 actions += self._end_stale()
                 self._pin()
+                self._price_anew(now_s)
             for program in list(self._particular.values()):
                 self._place_anew(program, now_s)
         self._follow_version()
@@ -150,6 +158,14 @@ class Versioned(Books):
             if program.began in kept and program.phase in _ENDABLE:
                 program.pinned_to = program.began
                 self._particular[program.id] = program
+
+    def _price_anew(self, now_s: float) -> None:
+        """What KV will outlive the next change, and when that will be if it is like the last one."""
+        since_s, self._opened_s = now_s - self._opened_s, now_s
+        self._roster.marks.kept_from = self.gate.kept_from()
+        self._roster.marks.next_version_s = now_s + since_s
+        for seat in self._seats.values():
+            seat.too_much_tokens = NEVER
 
     def _end_stale(self) -> list[Action]:
         deployed = self.gate.deployed

@@ -274,3 +274,18 @@ def test_the_oldest_kv_is_counted_in_versions_that_have_opened():
 def test_terms_that_cannot_be_are_refused_by_field(wrong: dict[str, Any], says: str):
     with pytest.raises(ConfigError, match=says):
         UpdateTerms(**wrong)
+
+
+def test_what_kv_outlives_the_next_change_follows_from_the_terms():
+    gate = fleet()
+    assert gate.kept_from() is None, "nobody has said what a change does"
+    for version, terms, kept_from in (
+        (V2, UpdateTerms(), Version(0, 3)),
+        (V3, UpdateTerms(acting="keep"), None),
+        (Version(0, 4), UpdateTerms(acting="keep", max_kv_age=2), V3),
+    ):
+        gate.begin(version, terms)
+        staged_by(gate, A, B, version=version)
+        for engine in (A, B):
+            gate.committed(engine, version)
+        assert gate.kept_from() == kept_from

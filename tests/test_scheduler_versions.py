@@ -12,6 +12,7 @@ from sostenuto.scheduler.actions import (
     EndStale,
     EngineJoined,
     Event,
+    Evict,
     Finished,
     Interrupted,
     Prepare,
@@ -232,3 +233,29 @@ def test_requirements_are_read_and_wrong_ones_refused():
     for wrong in ("0.7", "<=0.7", ">=7", ""):
         with pytest.raises(ConfigError, match="requires: "):
             Requirement.parse(wrong)
+
+
+@pytest.mark.parametrize(("max_kv_age", "gives_up"), [(None, "idle"), (1, "fading")])
+def test_kv_that_the_next_version_takes_is_worth_the_chance_of_coming_back_before_that(
+    max_kv_age: int | None, gives_up: str
+):
+    desk = Desk(E0)
+    idle, fading, third = (ProgramId(name) for name in ("idle", "fading", "third"))
+    large = Footprint(400)
+    desk.submit(fading)
+    desk.tell(TurnEnded(fading, 1, large, ("bash",)))
+    desk.now_s = 50.0
+    desk.tell(PublicationBegun(V1, UpdateTerms(running="continue", acting="keep", max_kv_age=max_kv_age)))
+    desk.tell(UpdateStaged(E0, V1))
+    desk.tell(UpdateCommitted(E0, V1, dropped_kv=False))
+    desk.submit(idle)
+    desk.tell(TurnEnded(idle, 1, large, ("bash",)))
+    desk.now_s = 99.9
+    desk.tell(ToolReturned(fading, 1, large, 10))
+    desk.tell(TurnEnded(fading, 2, large, ("bash",)))
+    # The next version is expected at 100 s.  Who has acted for longest is the least likely to be back soon,
+    # and who has only begun has KV that will be gone by then.
+    desk.now_s = 99.999
+    desk.tell(Submitted(third, 1e6))
+    said = desk.tell(Prepared(third, Footprint(300), 10))
+    assert [action.program_id for action in said if isinstance(action, Evict)] == [gives_up]

@@ -44,6 +44,7 @@ from sostenuto.scheduler.actions import (
     UpdateStaged,
 )
 from sostenuto.scheduler.frame import Frame
+from sostenuto.scheduler.update_terms import DEFAULT, KEEP_ALL
 from sostenuto.types import EngineId, ProgramId, Version
 
 ENDLESS_LEASE_S = 1e12
@@ -231,7 +232,8 @@ class _World:
         """A new version, unless the one before is still on its way."""
         gate = self._policy.gate
         if gate.publishing is None and gate.deployed is not None:
-            self._feed(PublicationBegun(gate.deployed.next()))
+            terms = KEEP_ALL if self._keep_kv else DEFAULT
+            self._feed(PublicationBegun(gate.deployed.next(), terms))
 
     def sample(self) -> None:
         """Points of the curves, at half the rate whenever there are many."""
