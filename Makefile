@@ -32,6 +32,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/scheduling.py
 	$(BIN)/python benchmarks/tools.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/publication_gate.py
 
 $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
