@@ -168,15 +168,19 @@ class Gate:
     # ---- what happens to engines ----
 
     def join(self, engine_id: EngineId, version: Version) -> list[Action]:
-        """An engine serves `version`, verified.  The fleet's first engine sets what is deployed.
+        """An engine serves `version`, verified.
+
+        The first engine of a fleet, and the first after none was left that serves, sets what is deployed.
 
         One that joins with an older version than the one being published takes part in that.
         """
         if self.deployed is not None and version < self.deployed:
             raise InvalidTransition(f"{engine_id} joins with {version}, deployed is {self.deployed}")
+        others = [other for id_, other in self._members.items() if id_ != engine_id]
         self._members[engine_id] = member = _Member(version)
         self.revision += 1
-        if not self._opened:
+        alone = self._pending is None and all(m.verified is None for m in others)
+        if self.deployed is None or (alone and version > self.deployed):
             self._opened.append(version)
         if self._pending is None or version >= self._pending:
             member.target = version

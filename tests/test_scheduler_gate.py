@@ -289,3 +289,17 @@ def test_what_kv_outlives_the_next_change_follows_from_the_terms():
         for engine in (A, B):
             gate.committed(engine, version)
         assert gate.kept_from() == kept_from
+
+
+def test_an_engine_with_a_newer_version_serves_when_nobody_else_does_and_not_before():
+    gate = Gate()
+    gate.join(A, V1)
+    gate.join(B, V2)
+    assert not gate.may_start(B)
+    assert gate.deployed == V1
+    gate.leave(B)
+    gate.begin(V2)
+    gate.failed(A, V2, "torn")
+    gate.join(B, V2)
+    assert gate.deployed == V2
+    assert gate.may_start(B)
