@@ -28,6 +28,11 @@ CONTROLS = {
         "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<arg_key>",
         "</arg_key>", "<arg_value>", "</arg_value>",
     ),
+    "minimax-m2": ("<minimax:tool_call>", "</minimax:tool_call>", "]~!b[", "]~b]", "[e~["),
+    "glm-4.5": (
+        "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<arg_key>",
+        "</arg_key>", "<arg_value>", "</arg_value>",
+    ),
     "qwen3.5": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 }  # fmt: skip
 

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 
 import rendering_models as small
 from family_models import renderer_of
@@ -12,6 +14,7 @@ from sostenuto.runtime.rendering.calls import FormsCalls
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.vocabulary import Vocabulary
+from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import ToolCall
 
 CALLS = [ToolCall("find.it", '{"größe": [1, {"a": "</tool_call>"}]}'), ToolCall("look", "{}")]
@@ -40,8 +43,32 @@ def test_calls_that_llama_writes_have_no_mark_of_their_own(tmp_path: Path):
     assert form.trigger == ""
 
 
-def test_arguments_that_are_spelled_out_have_no_form(tmp_path: Path):
-    assert renderer_of("qwen3.5", tmp_path).call_form is None
+@pytest.mark.parametrize("family", ["qwen3.5", "glm-5", "glm-4.5", "minimax-m2"])
+def test_arguments_that_are_spelled_out_are_read_as_they_are_meant(tmp_path: Path, family: str):
+    renderer = renderer_of(family, tmp_path)
+    form = renderer.call_form
+    assert form is not None
+    assert form.spelling is not None
+    assert form.trigger
+    vocabulary = Vocabulary(ModelFolder.open(tmp_path).tokenizer_json)
+    properties: JsonValue = {"größe": {"type": "string"}, "n": {"type": "integer"}}
+    tools = [
+        ToolSchema(name="find", description="", parameters={"properties": properties}, timeout_s=1.0),
+        ToolSchema(name="look", description="", parameters={}, timeout_s=1.0),
+    ]
+    blanks = "  if x < 3:\n\treturn </b>\n\n"
+    calls = [
+        ToolCall("find", json.dumps({"größe": blanks, "n": 3}, ensure_ascii=False)),
+        ToolCall("look", "{}"),
+        ToolCall("find", '{"größe": ""}'),
+    ]
+    for asked in (calls, calls[:1], calls[1:2]):
+        text = (form.thinking or ("", ""))[1] + replace(form, lead="").written(asked)
+        ids = [*vocabulary.encode(text, continues=True), renderer.stop_token_ids[0]]
+        turn = renderer.parse(ids, finished=True, tools=tools)
+        assert (turn.problem, turn.message.content) == (None, "")
+        read = [(call.name, json.loads(call.arguments)) for call in turn.message.tool_calls]
+        assert read == [(call.name, json.loads(call.arguments)) for call in asked]
 
 
 @pytest.mark.parametrize(

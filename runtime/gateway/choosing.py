@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from sostenuto.runtime.engines.wire import Feature, Grammar
 from sostenuto.runtime.gateway.dialects.dialect import Served
+from sostenuto.runtime.gateway.spelled_arguments import SpellingError, spelled_arguments
 from sostenuto.runtime.gateway.turn import Refused
 from sostenuto.runtime.rendering.calls import CallForm, FormsCalls
 from sostenuto.tools.wire import ToolSchema
@@ -164,13 +165,22 @@ def _either(text: Grammar | None, form: CallForm | None, choice: Choice) -> Gram
 
 def _call(form: CallForm, tool: ToolSchema, choice: Choice) -> Json:
     is_checked = choice.forced or tool.name in choice.strict
-    schema = tool.parameters if is_checked else {"type": "object"}
+    schema = {"type": "object", **(tool.parameters if is_checked else {})}
     return {
         "type": "tag",
         "begin": f"{form.begin}{tool.name}{form.middle}",
-        "content": {"type": "json_schema", "json_schema": {"type": "object", **schema}},
+        "content": _arguments(form, tool.name, schema, choice),
         "end": form.end,
     }
+
+
+def _arguments(form: CallForm, name: str, schema: Json, choice: Choice) -> Json:
+    if form.spelling is None:
+        return {"type": "json_schema", "json_schema": schema}
+    try:
+        return spelled_arguments(form.spelling, schema)
+    except SpellingError as error:
+        raise _cannot(choice.strict.get(name, CHOICE), f"{name}: {error}") from error
 
 
 def _may(tool: ToolSchema, choice: Choice) -> bool:

@@ -1,8 +1,8 @@
 """How a model writes tool calls, in so far as a grammar can say it.
 
 A form is read off from what a renderer writes and kept only where its parser reads it back as what was
-meant, so that whatever follows the form is a call.  Arguments must be written as one JSON object;
-formats that spell them out one by one have no form.
+meant, so that whatever follows the form is a call.  Arguments are written as one JSON object or are spelled
+out one by one.
 """
 
 import json
@@ -14,6 +14,8 @@ from typing import Protocol, runtime_checkable
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.rendering import hermes
 from sostenuto.runtime.rendering.renderer import Turn
+from sostenuto.runtime.rendering.spelling import Spelling, read_spelling
+from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import Message, ToolCall
 
 
@@ -40,10 +42,16 @@ class CallForm:
 
     trigger: str = ""
     """What calls alone begin with, and text never; empty: a text might, too."""
+    spelling: Spelling | None = None
+    """None: arguments are one JSON object."""
+
+    def arguments(self, call: ToolCall) -> str:
+        """As they stand in a turn."""
+        return self.spelling.written(call.arguments) if self.spelling else call.arguments
 
     def written(self, calls: list[ToolCall], reasoning: str = "") -> str:
         """A turn of these calls, without what ends it."""
-        texts = [f"{self.begin}{call.name}{self.middle}{call.arguments}{self.end}" for call in calls]
+        texts = [f"{self.begin}{call.name}{self.middle}{self.arguments(call)}{self.end}" for call in calls]
         lead = self.lead or ""
         if self.thinking and (reasoning or self.lead is None):
             lead = f"{self.thinking[0]}{reasoning}{self.thinking[1]}"
@@ -66,6 +74,24 @@ _CALLS = [
     ToolCall("quetzal_tool", '{"city": "Ouagadougou"}'),
     ToolCall("narwhal_tool", '{"town": "Yaoundé", "at": [{"x": 1}]}'),
 ]
+TRIED_TOOLS = (
+    ToolSchema(
+        name="quetzal_tool",
+        description="",
+        parameters={"type": "object", "properties": {"city": {"type": "string"}}},
+        timeout_s=1.0,
+    ),
+    ToolSchema(
+        name="narwhal_tool",
+        description="",
+        parameters={
+            "type": "object",
+            "properties": {"town": {"type": "string"}, "at": {"type": "array", "items": {"type": "object"}}},
+        },
+        timeout_s=1.0,
+    ),
+)
+"""What a form is tried with; some parsers go by the types of parameters."""
 
 
 def hermes_form(*, opens_reasoning: bool, marks_reasoning: bool) -> CallForm | None:
@@ -93,24 +119,26 @@ def read_form(
 ) -> CallForm | None:
     """The form of what `write` writes and `parse` reads, both without the token that ends a turn.
 
-    `units` cuts a text into control tokens and single characters.
+    `parse` knows `TRIED_TOOLS`.  `units` cuts a text into control tokens and single characters.
     """
-    try:
-        form = _form(lambda turn: write(_BEFORE, turn), units)
-    except (ConfigError, ValueError):
-        return None
-    return _proven(form, parse, units)
+    for read in (_form, _thought_form):
+        try:
+            form = read(lambda turn: write(_BEFORE, turn), units)
+        except (ConfigError, ValueError):
+            continue
+        return _proven(form, parse, units)
+    return None
 
 
 def _form(write: Callable[[Message], str], units: Callable[[str], list[str]]) -> CallForm:
-    """ValueError where no arguments stand as JSON."""
+    """ValueError where arguments stand neither as JSON nor one by one."""
     first = _CALLS[0]
     lead = write(Message("assistant", _TEXT)).partition(_TEXT)[0]
-    before, middle, end = _around(write(Message("assistant", "", (first,))).removeprefix(lead), first)
-    form = CallForm(before, middle, end, separator=None, lead=lead)
+    form = _of_one(lambda calls: write(Message("assistant", "", calls)).removeprefix(lead), lead)
     thought = write(Message("assistant", "", (first,), _THOUGHT))
     opened, found, rest = thought.partition(_THOUGHT)
-    closed = rest[: rest.find(before + first.name)] if found and before + first.name in rest else ""
+    begun = form.begin + first.name
+    closed = rest[: rest.find(begun)] if found and begun in rest else ""
     # Blanks before the mark that ends it belong to the reasoning.
     form = replace(form, thinking=(opened, closed.lstrip()) if closed.strip() else None)
     try:
@@ -119,6 +147,34 @@ def _form(write: Callable[[Message], str], units: Callable[[str], list[str]]) ->
         # Some templates know one call a turn.
         return form
     return _split(form, both.removeprefix(lead), units)
+
+
+def _thought_form(write: Callable[[Message], str], units: Callable[[str], list[str]]) -> CallForm:
+    """Where a turn can be written only with what was thought before it."""
+
+    def thought(turn: Message) -> str:
+        return write(replace(turn, reasoning=_THOUGHT))
+
+    opened, found, rest = thought(Message("assistant", _TEXT)).partition(_THOUGHT)
+    closed = rest.partition(_TEXT)[0]
+    if not (found and closed):
+        raise ValueError("nothing parts what is thought from what is said")
+    lead = f"{opened}{_THOUGHT}{closed}"
+    form = _form(lambda turn: thought(turn).removeprefix(lead), units)
+    return replace(form, lead=None, thinking=(opened, closed.lstrip()))
+
+
+def _of_one(write: Callable[[tuple[ToolCall, ...]], str], lead: str) -> CallForm:
+    """Of a turn with one call."""
+    first = _CALLS[0]
+    text = write((first,))
+    if first.arguments in text:
+        before, middle, end = _around(text, first)
+        return CallForm(before, middle, end, separator=None, lead=lead)
+    around = read_spelling(write)
+    return CallForm(
+        around.before, around.middle, around.end, separator=None, lead=lead, spelling=around.spelling
+    )
 
 
 def _around(text: str, call: ToolCall) -> tuple[str, str, str]:
@@ -132,9 +188,9 @@ def _around(text: str, call: ToolCall) -> tuple[str, str, str]:
 def _split(form: CallForm, both: str, units: Callable[[str], list[str]]) -> CallForm:
     """Tell what stands around all calls from what stands around each."""
     first, second = _CALLS
-    head, _, rest = both.partition(first.arguments)
+    head, _, rest = both.partition(form.arguments(first))
     between, _, tail = rest.partition(second.name)
-    after = f"{form.middle}{second.arguments}{form.end}"
+    after = f"{form.middle}{form.arguments(second)}{form.end}"
     if head != form.begin + first.name + form.middle or tail != after:
         return form
     begin = "".join(_common(units(form.begin)[::-1], units(between)[::-1])[::-1])

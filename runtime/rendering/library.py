@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from importlib import import_module
+from itertools import groupby
 from typing import Any, Protocol, cast
 
 from sostenuto.errors import ConfigError
 from sostenuto.records import Producer
 from sostenuto.runtime.rendering import hermes, spelled
-from sostenuto.runtime.rendering.calls import CallForm, read_form
+from sostenuto.runtime.rendering.calls import TRIED_TOOLS, CallForm, read_form
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.hiding import hide_message, hide_tool, texts_of
 from sostenuto.runtime.rendering.renderer import Extension, Piece, Turn
@@ -129,9 +130,9 @@ class LibraryRenderer:
             text = self._vocabulary.decode(token_ids)
             return Turn(Message("assistant", text), f"The turn could not be read: {exc}")
         content, reasoning = str(response.content).strip(), str(response.reasoning_content or "").strip()
-        read = [_call(attempt, tools) for attempt in response.tool_calls]
+        read = _calls(response.tool_calls, tools)
         problem = _problem(response, read, finished=finished)
-        calls = () if problem else tuple(call for call in read if call is not None)
+        calls = () if problem else tuple(call for found in read for call in found or ())
         if tools and not (problem or calls) and (tagged := spelled.python_tagged(content)) is not None:
             content, calls = tagged[0], tagged[1:]
         if problem and (again := self._read_as_text(token_ids, reasoning)) is not None:
@@ -191,7 +192,7 @@ class LibraryRenderer:
 
         def parsed(text: str) -> Turn:
             token_ids = self._vocabulary.encode(text, continues=True)
-            return self.parse([*token_ids, self.stop_token_ids[0]], finished=True)
+            return self.parse([*token_ids, self.stop_token_ids[0]], finished=True, tools=TRIED_TOOLS)
 
         return read_form(written, parsed, self._vocabulary.units)
 
@@ -317,20 +318,35 @@ def _told_call(call: ToolCall, index: int) -> dict[str, Any]:
     return {"type": "function", "id": f"functions.{call.name}:{index}", "function": function}
 
 
-def _call(attempt: Any, tools: Sequence[ToolSchema]) -> ToolCall | None:  # noqa: ANN401 - the library's
-    """None: it is malformed."""
-    arguments, raw = attempt.arguments, str(attempt.raw or "")
-    if attempt.status not in ({"ok", "invalid_json"} if spelled.is_spelled(raw) else {"ok"}):
+def _calls(attempts: Sequence[Any], tools: Sequence[ToolSchema]) -> list[list[ToolCall] | None]:
+    """Of each attempt of the library; None: it is malformed.  Of a text that several share: at the first."""
+    read: list[list[ToolCall] | None] = []
+    for raw, sharing in groupby(attempts, key=lambda attempt: (attempt.token_span, str(attempt.raw or ""))):
+        alike = list(sharing)
+        if spelled.is_spelled(raw[1]):
+            read += [_reread(raw[1], alike, tools), *([] for _ in alike[1:])]
+        else:
+            read += [_call(attempt) for attempt in alike]
+    return read
+
+
+def _reread(text: str, attempts: Sequence[Any], tools: Sequence[ToolSchema]) -> list[ToolCall] | None:
+    if any(attempt.status not in {"ok", "invalid_json"} for attempt in attempts):
         return None
-    if spelled.is_spelled(raw):
-        arguments = spelled.reread(raw, tools, arguments)
-        if arguments is None:
-            return None
-    text = arguments if isinstance(arguments, str) else hermes.written(arguments or {}, raw)
-    return ToolCall(str(attempt.name), text)
+    return spelled.reread(text, tools, [attempt.arguments for attempt in attempts])
 
 
-def _problem(response: Any, read: Sequence[ToolCall | None], *, finished: bool) -> str | None:  # noqa: ANN401 - the library's
+def _call(attempt: Any) -> list[ToolCall] | None:  # noqa: ANN401 - the library's
+    arguments = attempt.arguments
+    if attempt.status != "ok":
+        return None
+    text = (
+        arguments if isinstance(arguments, str) else hermes.written(arguments or {}, str(attempt.raw or ""))
+    )
+    return [ToolCall(str(attempt.name), text)]
+
+
+def _problem(response: Any, read: Sequence[Sequence[ToolCall] | None], *, finished: bool) -> str | None:  # noqa: ANN401 - the library's
     bad = [(index, response.tool_calls[index]) for index, call in enumerate(read) if call is None]
     if bad:
         index, call = bad[0]

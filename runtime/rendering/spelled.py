@@ -2,6 +2,7 @@
 
     <function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n...</function>       Qwen3.5, Nemotron
     NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...                     GLM
+    <invoke name="NAME">\n<parameter name="KEY">VALUE</parameter>\n...</invoke>   MiniMax, several in a block
 
 The library strips values, and of code that is edited the blanks count; it leaves out a parameter that was
 not closed, and half a call must not run.
@@ -33,7 +34,7 @@ class _Form:
     close: re.Pattern[str]
     """Ends a value, and what follows can follow a value."""
     end: re.Pattern[str]
-    late: re.Pattern[str] | None
+    late: re.Pattern[str] | None = None
     """Ends the last value where models forget to close it."""
 
 
@@ -52,7 +53,13 @@ _FORMS = (
         re.compile(r"\s*<arg_key>([^<]+)</arg_key>\s*<arg_value>"),
         re.compile(r"</arg_value>\s*(?=<arg_key>|$)"),
         re.compile(r"\s*$"),
-        None,
+    ),
+    _Form(
+        '<invoke name="',
+        re.compile(r'\s*<invoke name="([^"\n]+)">\n?'),
+        re.compile(r'\s*<parameter name="([^"\n]+)">'),
+        re.compile(r"</parameter>\s*(?=<parameter name=|</invoke>\s*(?:<invoke name=|$))"),
+        re.compile(r"\s*</invoke>\s*(?=<invoke name=|$)"),
     ),
 )
 
@@ -62,17 +69,33 @@ def is_spelled(text: str) -> bool:
     return any(form.mark in text for form in _FORMS)
 
 
-def reread(text: str, tools: Sequence[ToolSchema], known: object) -> dict[str, object] | None:
-    """The arguments; None for a call that is not whole.
+def reread(text: str, tools: Sequence[ToolSchema], known: Sequence[object]) -> list[ToolCall] | None:
+    """The calls of a text; None where one is not whole.
 
-    `known`: as the library has read them; what it made of values that are no texts stays.
+    `known`: their arguments as the library has read them; what it made of values that are no texts stays.
     """
     form = next(form for form in _FORMS if form.mark in text)
-    begun = form.begin.match(text)
-    values = _values(text, begun.end(), form) if begun else None
-    if begun is None or values is None:
-        return None
-    kinds = _kinds(begun[1].strip(), tools)
+    calls: list[ToolCall] = []
+    position = 0
+    while begun := form.begin.match(text, position):
+        found = _values(text, begun.end(), form)
+        if found is None:
+            return None
+        values, position = found
+        before = known[len(calls)] if len(calls) < len(known) else None
+        arguments = _arguments(begun[1].strip(), values, tools, before)
+        if arguments is None:
+            return None
+        calls.append(ToolCall(begun[1].strip(), hermes.written(arguments, text)))
+        if position == len(text):
+            break
+    return calls if calls and position == len(text) else None
+
+
+def _arguments(
+    name: str, values: Mapping[str, str], tools: Sequence[ToolSchema], known: object
+) -> dict[str, object] | None:
+    kinds = _kinds(name, tools)
     before = cast("Mapping[str, object]", known if isinstance(known, Mapping) else {})
     typed: dict[str, object] = {
         key: before[key]
@@ -83,7 +106,8 @@ def reread(text: str, tools: Sequence[ToolSchema], known: object) -> dict[str, o
     return None if any(value is _UNREADABLE for value in typed.values()) else typed
 
 
-def _values(text: str, position: int, form: _Form) -> dict[str, str] | None:
+def _values(text: str, position: int, form: _Form) -> tuple[dict[str, str], int] | None:
+    """Of one call, and where it ends."""
     found: dict[str, str] = {}
     while key := form.key.match(text, position):
         close = form.close.search(text, key.end())
@@ -93,7 +117,8 @@ def _values(text: str, position: int, form: _Form) -> dict[str, str] | None:
             return None
         found[key[1].strip()] = text[key.end() : close.start()]
         position = close.end()
-    return found if form.end.match(text, position) else None
+    end = form.end.match(text, position)
+    return (found, end.end()) if end else None
 
 
 def _kinds(name: str, tools: Sequence[ToolSchema]) -> dict[str, frozenset[str]]:

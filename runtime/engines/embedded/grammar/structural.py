@@ -1,8 +1,10 @@
 """Structural tags in llguidance's Lark: the part of xgrammar's format that tool calls need.
 
-    const_string, json_schema, regex, any_text, sequence, or, tag, tags_with_separator, triggered_tags
+    const_string, json_schema, regex, any_text, sequence, or, optional, tag, tags_with_separator,
+    triggered_tags
 
 A control token that a text names is that one token, and nothing that is free or JSON has one in it.
+Text that excludes something, and a regex, go on in a tag to the first place where its end can stand.
 """
 
 import json
@@ -45,6 +47,7 @@ class _Writer:
             "any_text": lambda _format, _where: self._rule(_ANYTHING, f"[max_tokens={THOUGHT_TOKENS}]"),
             "sequence": lambda format_, where: " ".join(self._each(format_, "elements", where)),
             "or": lambda format_, where: f"({' | '.join(self._each(format_, 'elements', where))})",
+            "optional": lambda format_, where: f"({self._one(format_.get('content'), f'{where}.content')})?",
             "tag": self._tag,
             "tags_with_separator": self._separated,
             "triggered_tags": self._triggered,
@@ -82,8 +85,19 @@ class _Writer:
     def _tag(self, format_: Json, where: str, begin: str | None = None) -> str:
         """`begin` stands for what is left of it where its trigger has been written."""
         begun = _text(format_, "begin", where) if begin is None else begin
-        content = self._one(format_.get("content"), f"{where}.content")
-        return self._rule(f"{self._literal(begun)} {content} {self._literal(_text(format_, 'end', where))}")
+        end = _text(format_, "end", where)
+        free = _free(format_.get("content"), f"{where}.content")
+        if free is None:
+            content = f"{self._one(format_.get('content'), f'{where}.content')} {self._literal(end)}"
+        else:
+            content = self._up_to(free, end)
+        return self._rule(f"{self._literal(begun)} {content}")
+
+    def _up_to(self, pattern: str, end: str) -> str:
+        """What matches, and the first end of it."""
+        plain, *rest = self._control.split(end, maxsplit=1) if self._control else [end]
+        text = self._rule(_pattern(f"{pattern}{_escaped(plain)}"), "[lazy]" if plain else "")
+        return f"{text} {self._literal(''.join(rest))}" if rest else text
 
     def _separated(self, format_: Json, where: str) -> str:
         one = f"({' | '.join(self._each(format_, 'tags', where))})"
@@ -102,7 +116,7 @@ class _Writer:
         begun = [_begun(tag, trigger, f"{where}.tags.{i}") for i, tag in enumerate(cast("list[Json]", tags))]
         parts = zip(cast("list[Json]", tags), begun, strict=True)
         rest = [self._tag(tag, f"{where}.tags.{i}", left) for i, (tag, left) in enumerate(parts)]
-        text = self._rule(f"{_ANYTHING} & ~{_pattern(f'(?s:.*){re.escape(trigger)}(?s:.*)')}", terminal=True)
+        text = self._rule(f"{_ANYTHING} & ~{_pattern(f'(?s:.*){_escaped(trigger)}(?s:.*)')}", terminal=True)
         called = f"{self._until(trigger, text)} ({' | '.join(rest)})"
         return f"({called})? {text}?" if format_.get("stop_after_first") else f"({called})* {text}?"
 
@@ -110,7 +124,7 @@ class _Writer:
         """Text, and then the trigger.  Text could not end before characters that it may go on with."""
         if self._control and self._control.match(trigger):
             return f"{text}? {self._literal(trigger)}"
-        return self._rule(_pattern(f"(?s:.*){re.escape(trigger)}"), "[lazy]")
+        return self._rule(_pattern(f"(?s:.*){_escaped(trigger)}"), "[lazy]")
 
     def _literal(self, text: str) -> str:
         parts = self._control.split(text) if self._control else [text]
@@ -124,6 +138,16 @@ class _Writer:
     def _rule(self, body: str, options: str = "", *, terminal: bool = False) -> str:
         name = f"{'T' if terminal else 't'}_{len(self._rules)}"
         return self._rules.setdefault(f"{options}: {body}", name)
+
+
+def _free(format_: object, where: str) -> str | None:
+    """The pattern of a content that is text of its tag's; None: it is another."""
+    if not isinstance(format_, dict):
+        return None
+    one = cast("Json", format_)
+    if one.get("type") == "regex":
+        return f"({_text(one, 'pattern', where)})"
+    return "(?s:.*)" if one.get("type") == "any_text" and one.get("excludes") else None
 
 
 def _text(format_: Json, key: str, where: str) -> str:
@@ -143,6 +167,11 @@ def _begun(tag: object, trigger: str, where: str) -> str:
     if not begin.startswith(trigger):
         raise ValueError(f"{where}.begin: it has to begin with the trigger {trigger!r}")
     return begin.removeprefix(trigger)
+
+
+def _escaped(text: str) -> str:
+    """As a pattern, on one line."""
+    return "".join({"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(c, re.escape(c)) for c in text)
 
 
 def _pattern(pattern: str) -> str:
