@@ -96,10 +96,11 @@ def _resolved(value: object, schema: Json, depth: int) -> Json:
     reference = own.get("$ref")
     if not isinstance(reference, str) or depth >= _DEPTH:
         return own
-    found: object = schema
+    found: Json = schema
     for part in reference.removeprefix("#/").split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, dict) else None
+        inner: object = found.get(name)
+        found = cast("Json", inner) if isinstance(inner, dict) else {}
     return _resolved(found, schema, depth + 1)
 
 
