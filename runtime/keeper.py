@@ -1,8 +1,8 @@
 """One engine of a fleet, kept: it joins, and when it is lost it comes back.
 
 - Weights first, then traffic: it joins only with the version that is deployed.
-- An engine of ours that has served and dies is started again, so often and no more; one that runs elsewhere
-  is waited for.
+- An engine of ours that dies is started again, so often and no more, unless it refused to serve; one that
+  runs elsewhere is waited for.
 - One that failed a publication serves nothing until a full update, or until it was started again.
 - Leaving `run` means that it is out of the fleet, and that nothing of it is left here.
 """
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import anyio
 
-from sostenuto.errors import EngineError, lone_error
+from sostenuto.errors import EngineError, EngineKilled, lone_error
 from sostenuto.runtime.dispatcher import Dispatcher
 from sostenuto.runtime.engines.opened import Opened, Source
 from sostenuto.runtime.engines.protocol import Engine
@@ -27,6 +27,8 @@ _COUNTED_S = 600.0
 _LOOK_S = 2.0
 """Between two looks at an engine that is not ours."""
 _CALL_S = 15.0
+_DIES_WITHIN_S = 1.0
+"""After a call that failed, the death that it failed by is known."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class Keeper:
         """Set when it is not kept any more."""
         self._dispatcher = dispatcher
         self._needs = needs
-        self._has_served = False
+        self._has_served = self._was_killed = False
         self._began_again_s: list[float] = []
         self._pause_s = _FIRST_PAUSE_S
         self._scope = anyio.CancelScope(shield=True)
@@ -101,6 +103,7 @@ class Keeper:
                 async with self.source.open() as opened:
                     why = await self._serve(opened)
         except EngineError as error:
+            self._was_killed = isinstance(error, EngineKilled)
             why = why or str(error)
         return why
 
@@ -117,8 +120,14 @@ class Keeper:
             group.start_soon(watch)
             if self.source.restarts is None:
                 group.start_soon(self._watch_version, opened.engine)
-            ends.append(await self._member_until_lost(opened))
+            try:
+                ends.append(await self._member_until_lost(opened))
+            except EngineError as error:
+                # Where it has died, that is the reason; otherwise it is what it refuses.
+                await anyio.sleep(_DIES_WITHIN_S if self.source.restarts is not None else 0)
+                raise error from None
             group.cancel_scope.cancel()
+        self._was_killed = True
         return ends[0]
 
     async def _member_until_lost(self, opened: Opened) -> str:
@@ -221,7 +230,7 @@ class Keeper:
             return True
         now_s = anyio.current_time()
         self._began_again_s = [at_s for at_s in self._began_again_s if now_s - at_s < _COUNTED_S]
-        if not self._has_served:
+        if not self._has_served and not self._was_killed:
             # What it refuses to start with does not change by trying.
             return False
         if len(self._began_again_s) >= allowed:

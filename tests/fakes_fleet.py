@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from fakes import FakeEngine, FakeRenderer, FakeTools
-from sostenuto.errors import EngineError
+from sostenuto.errors import EngineError, EngineKilled
 from sostenuto.runtime.crew import Crew, open_crew
 from sostenuto.runtime.dispatcher import open_dispatcher
 from sostenuto.runtime.engines.opened import Opened, Source
@@ -42,6 +42,10 @@ class Replica(FakeEngine):
     start_s: float = 1.0
     refuses: str = ""
     """Why it does not start."""
+    killed: int = 0
+    """So often it is killed while it starts."""
+    stillborn: int = 0
+    """So often it is killed as soon as it can be asked."""
     starts: int = 0
     did: list[str] = field(default_factory=list[str])
     staged: str = ""
@@ -54,8 +58,14 @@ class Replica(FakeEngine):
         await anyio.sleep(self.start_s)
         if self.refuses:
             raise EngineError(self.refuses)
+        if self.killed:
+            self.killed -= 1
+            raise EngineKilled("engine: its process ended with status -9")
         self.starts += 1
         self.begins_anew()
+        if self.stillborn:
+            self.stillborn -= 1
+            self.dies()
 
     def begins_anew(self) -> None:
         """As whoever starts it by hand does it."""

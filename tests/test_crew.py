@@ -100,6 +100,26 @@ async def test_the_only_engine_is_waited_for_while_it_starts_again():
     assert whole(done, 2)
 
 
+@pytest.mark.parametrize("when", ["killed", "stillborn"])
+async def test_one_that_is_killed_before_it_has_served_is_started_again(when: str):
+    (a,) = replicas(1)
+    setattr(a, when, 2)
+    done: list[Trajectory] = []
+    async with manned(ours("a", a, restarts=2)) as crowd:
+        await run_all(crowd, "p", done)
+        assert crowd.crew.keepers[0].restarts == 2
+    assert whole(done, 1)
+
+
+@pytest.mark.parametrize("when", ["killed", "stillborn"])
+async def test_one_that_is_killed_each_time_it_starts_ends_the_job_with_the_reason(when: str):
+    (a,) = replicas(1)
+    setattr(a, when, 99)
+    with pytest.raises(EngineError, match="status -9; it was started again 2 times"), lone_error():
+        async with manned(ours("a", a, restarts=2)):
+            pass
+
+
 async def test_one_that_refuses_to_start_is_not_started_again_and_the_others_go_on():
     a, b = replicas(2)
     b.refuses = "engine b: start: no such device; give another"

@@ -20,7 +20,7 @@ import anyio
 from anyio.abc import Process
 from pydantic import BaseModel, ValidationError
 
-from sostenuto.errors import EngineError, VersionRefused
+from sostenuto.errors import EngineError, EngineKilled, VersionRefused
 from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
 from sostenuto.runtime.engines.http import HttpRefusal
 from sostenuto.runtime.engines.wire import (
@@ -332,8 +332,9 @@ async def _ready(process: Process, engine_id: EngineId, log: Path) -> None:
         try:
             received += await process.stdout.receive()
         except anyio.EndOfStream:
-            await process.wait()
-            raise EngineError(f"engine {engine_id}: {_obituary(process, log)}") from None
+            code = await process.wait()
+            kind = EngineKilled if code < 0 else EngineError
+            raise kind(f"engine {engine_id}: {_obituary(process, log)}") from None
     line = json.loads(received)
     if "ready" not in line:
         raise EngineError(f"engine {engine_id}: start: {line['message']}; {line['remedy']}")

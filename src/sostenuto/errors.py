@@ -72,6 +72,10 @@ class VersionRefused(EngineError):  # noqa: N818 - reads as the fact it states
     """The engine serves no version that the request may be of.  Another one may, or this one later."""
 
 
+class EngineKilled(EngineError):  # noqa: N818 - reads as the fact it states
+    """A signal ended the engine's process before it served: nothing is known against starting it again."""
+
+
 class SandboxError(ProgramError):
     """Provisioning, exec or file I/O in the sandbox failed."""
 
