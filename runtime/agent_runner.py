@@ -7,7 +7,7 @@
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -26,7 +26,7 @@ from sostenuto.runtime.dispatcher import Dispatcher
 from sostenuto.runtime.gateway.lane import Entrance
 from sostenuto.runtime.gateway.opening import OpenGateway
 from sostenuto.runtime.gateway.sessions import Resident
-from sostenuto.runtime.gateway.terms import Terms
+from sostenuto.runtime.gateway.terms import RoleTerms, Terms
 from sostenuto.runtime.gateway.turn import Refused
 from sostenuto.runtime.passage import lease_s_of, submitted_for
 from sostenuto.runtime.place import Place
@@ -42,13 +42,20 @@ _log = logging.getLogger(__name__)
 class AgentRunner:
     """`run` has the shape of `Dispatcher.run`."""
 
-    def __init__(self, dispatcher: Dispatcher, gateway: OpenGateway) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        gateway: OpenGateway,
+        roles: Mapping[str, RoleTerms] | None = None,
+    ) -> None:
+        """`roles`: those that an agent may speak in, by name."""
         self._dispatcher = dispatcher
         self._gateway = gateway
+        self._roles = dict(roles or {})
 
     async def run(self, spec: ProgramSpec) -> Trajectory:
         """Run one agent to its end.  Its failure is the outcome of the record, not an exception."""
-        stay = _Stay(spec, self._dispatcher, self._gateway)
+        stay = _Stay(spec, self._dispatcher, self._gateway, self._roles)
         try:
             reward = await stay.run()
             trajectory = stay.record(stay.stop, reward)
@@ -63,8 +70,15 @@ class AgentRunner:
 class _Stay:
     """One program.  `run` once; then its record."""
 
-    def __init__(self, spec: ProgramSpec, dispatcher: Dispatcher, gateway: OpenGateway) -> None:
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        dispatcher: Dispatcher,
+        gateway: OpenGateway,
+        roles: Mapping[str, RoleTerms],
+    ) -> None:
         self._spec = spec
+        self._roles = roles
         self._dispatcher = dispatcher
         self._gateway = gateway
         self._tools = dispatcher.around.tools
@@ -173,7 +187,9 @@ class _Stay:
         assert self._place is not None, "it was entered"
         entrance = Entrance(submitted_for(self._spec, self._lease_s()), self._place)
         spec = self._spec
-        terms = Terms(spec.purpose, spec.temperature, spec.seed, spec.limits, spec.routed_experts)
+        terms = Terms(
+            spec.purpose, spec.temperature, spec.seed, spec.limits, spec.routed_experts, self._roles
+        )
         try:
             resident = self._gateway.sessions.open(spec.id, terms, id_=spec.id, entrance=entrance)
         except Refused as error:

@@ -32,6 +32,7 @@ from sostenuto.runtime.jobs.phases import Phase
 from sostenuto.runtime.jobs.prefixes import Prefixes
 from sostenuto.runtime.jobs.reward_model import RewardModel
 from sostenuto.runtime.jobs.rewarding import GroupRewards, LateRewards, named
+from sostenuto.runtime.jobs.roles import Role
 from sostenuto.runtime.jobs.sampling import Sampling
 from sostenuto.runtime.jobs.sources import Given
 from sostenuto.runtime.jobs.teacher import Teacher
@@ -164,6 +165,7 @@ class _JobFile(RuntimeConfig):
     model: str
     limits: Limits = Limits()
     truncation: Truncation = Truncation()
+    roles: tuple[Role, ...] = ()
     reward_models: tuple[RewardModel, ...] = ()
     late_rewards: LateRewards | None = None
 
@@ -173,6 +175,14 @@ class _JobFile(RuntimeConfig):
     async def models_of_rewards(self) -> tuple[RewardModel, ...]:
         """With their folders; ConfigError for one that is not there."""
         return tuple([replace(m, model=await resolve_model(str(m.model))) for m in self.reward_models])
+
+    async def roles_with_models(self) -> tuple[Role, ...]:
+        return tuple(
+            [
+                role if role.model is None else replace(role, model=await resolve_model(str(role.model)))
+                for role in self.roles
+            ]
+        )
 
     def runtime(self) -> RuntimeConfig:
         """The part that is not the job's."""
@@ -231,6 +241,7 @@ class TrainFile(_JobFile):
             "teachers",
             "critic",
             "reward_models",
+            "roles",
             "mixed",
         }
         return RLJob(
@@ -239,6 +250,7 @@ class TrainFile(_JobFile):
             reference=None if self.reference is None else await resolve_model(self.reference),
             teachers=tuple([replace(t, model=await resolve_model(str(t.model))) for t in self.teachers]),
             reward_models=await self.models_of_rewards(),
+            roles=await self.roles_with_models(),
             critic=None if self.critic is None else await resolve_model(self.critic),
             tasks=self.tasks.source(environment, self.seed),
             eval_tasks=_held_out(self.eval_tasks, environment),
@@ -266,6 +278,7 @@ class EvalFile(_JobFile):
             limits=self.limits,
             truncation=self.truncation,
             reward_models=await self.models_of_rewards(),
+            roles=await self.roles_with_models(),
             late_rewards=self.late_rewards,
             seed=self.seed,
             name=self.name,

@@ -55,6 +55,7 @@ class _Record(msgspec.Struct):
     taught: list[_Taught | None] | msgspec.UnsetType = msgspec.UNSET
     history: str | msgspec.UnsetType = msgspec.UNSET
     turn_rewards: list[float] | msgspec.UnsetType = msgspec.UNSET
+    roles: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Hollow(msgspec.Struct):
@@ -155,6 +156,7 @@ def _record_of(trajectory: Trajectory) -> _Record:
         taught=[_pack_taught(part) for part in trajectory.taught] or msgspec.UNSET,
         history=trajectory.history or msgspec.UNSET,
         turn_rewards=list(trajectory.turn_rewards) or msgspec.UNSET,
+        roles=list(trajectory.roles) or msgspec.UNSET,
     )
 
 
@@ -184,6 +186,7 @@ def _trajectory_of(record: _Record) -> Trajectory:
         taught=tuple(map(_unpack_taught, record.taught or ())),
         history=record.history or "",
         turn_rewards=tuple(record.turn_rewards or ()),
+        roles=tuple(record.roles or ()),
     )
 
 

@@ -25,11 +25,11 @@ from sostenuto.runtime.engines.wire import ScoreRequest
 from sostenuto.runtime.jobs.job import EvalJob, RLJob, RolloutJob, local_folder
 from sostenuto.runtime.jobs.reward_model import RewardModel
 from sostenuto.runtime.jobs.workshop import Premises
+from sostenuto.runtime.lone_engine import open_lone_engine
 from sostenuto.runtime.program import ToolServer
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.renderer import Renderer
-from sostenuto.runtime.scoring_engine import open_scoring_engine
 from sostenuto.tools.wire import EnvironmentRef, Moved, Prepared, Reward
 from sostenuto.trainer.client import TrainerClient
 from sostenuto.trainer.reports import ScorerFacts
@@ -199,7 +199,7 @@ async def _opened(model: RewardModel, job: str, premises: Premises) -> AsyncGene
     directory = local_folder(model.model, f"{model.where}: model")
     if model.kind == "likelihood":
         name = f"reward-{model.name}"
-        async with open_scoring_engine(directory, model.engine, premises, job=job, name=name) as engine:
+        async with open_lone_engine(directory, model.engine, premises, job=job, name=name) as engine:
             yield await anyio.to_thread.run_sync(Likelihood, model, engine)
         return
     async with TrainerClient(threads=model.threads) as process:

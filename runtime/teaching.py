@@ -23,10 +23,10 @@ from sostenuto.runtime.engines.wire import ScoreReply, ScoreRequest
 from sostenuto.runtime.jobs.job import RLJob, local_folder
 from sostenuto.runtime.jobs.teacher import Teacher, assigned
 from sostenuto.runtime.jobs.workshop import Premises
+from sostenuto.runtime.lone_engine import open_lone_engine
 from sostenuto.runtime.program import History, ProgramSpec
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rollouts import Runner
-from sostenuto.runtime.scoring_engine import open_scoring_engine
 from sostenuto.types import Outcome, OutcomeKind, Purpose
 
 _TOGETHER = 32
@@ -122,7 +122,7 @@ async def open_lessons(
 
 @asynccontextmanager
 async def _engine_of(teacher: Teacher, job: RLJob, premises: Premises) -> AsyncGenerator[Engine]:
-    async with open_scoring_engine(
+    async with open_lone_engine(
         teacher_folder(teacher),
         teacher.engine,
         premises,

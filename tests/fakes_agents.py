@@ -130,6 +130,22 @@ async def says_something_even(task: Riddle, *, base_url: str, api_key: str) -> f
     return float(len(last["content"]) % 2 == 0)
 
 
+@so.agent
+async def debates(task: Riddle, *, base_url: str, api_key: str) -> dict[str, float]:
+    """A proposer, who is the policy; a critic, an editor and a rival, whatever those are; and him again."""
+    proposed = [user(task.question)]
+    proposed.append(await chat(base_url, api_key, proposed))
+    said: dict[str, str] = {}
+    for role in ("critic", "editor", "rival"):
+        # Each sees the same words, and is another conversation all the same.
+        top_p = 0.9 if role == "critic" else 1.0
+        reply = await chat(base_url, api_key, [user(task.question)], model=role, top_p=top_p)
+        said[role] = reply["content"]
+    proposed.append(user(" ".join(said.values())))
+    last = await chat(base_url, api_key, proposed)
+    return {"reward": float(len(last["content"]) % 2 == 0), "rival_said": float(len(said["rival"]))}
+
+
 def questions(count: int) -> list[Riddle]:
     return [Riddle(question=f"What is {number}?") for number in range(count)]
 

@@ -1,7 +1,7 @@
 """A gateway in front of a dispatcher, for as long as a block runs."""
 
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ class OpenGateway:
 
 
 @asynccontextmanager
-async def open_gateway(
+async def open_gateway(  # noqa: PLR0913 - one keyword for each thing that jobs and servers differ in
     dispatcher: Dispatcher,
     folder: ModelFolder,
     books: Books | None,
@@ -44,11 +44,13 @@ async def open_gateway(
     prefix: str,
     environment: Callable[[str], str | None] = os.environ.get,
     controls: Controls | None = None,
+    roles: Mapping[str, Dispatcher | None] | None = None,
 ) -> AsyncGenerator[OpenGateway]:
     """Answer until the block is left; every program of the gateway is over then.
 
     `books`: None to answer nobody but programs that are opened here, each with a key minted for it.
     `prefix` begins the ids of its programs.  `controls`: what clients may change.
+    `roles`: by name who speaks in them; None: whoever speaks in none.
     ConfigError for keys that are too short, or a port in use.
     """
     keys = Keys()
@@ -64,11 +66,12 @@ async def open_gateway(
             lifetimes=Lifetimes(
                 hold_s=settings.hold_s, weak_hold_s=settings.weak_hold_s, forget_s=settings.forget_s
             ),
+            roles={name: other for name, other in (roles or {}).items() if other is not None},
             bounds=Bounds(programs=settings.programs, turn_tokens=settings.turn_tokens),
         )
         gateway = Gateway(
             sessions,
-            _served(dispatcher, folder, settings),
+            _served(dispatcher, folder, settings, frozenset(roles or ())),
             keys,
             body_bytes=settings.body_bytes,
             keep_alive_s=settings.keep_alive_s,
@@ -83,7 +86,9 @@ async def open_gateway(
         running.cancel_scope.cancel()
 
 
-def _served(dispatcher: Dispatcher, folder: ModelFolder, settings: GatewaySettings) -> Served:
+def _served(
+    dispatcher: Dispatcher, folder: ModelFolder, settings: GatewaySettings, roles: frozenset[str]
+) -> Served:
     renderer = dispatcher.around.renderer
     path = Path(folder.path)
     return Served(
@@ -95,6 +100,7 @@ def _served(dispatcher: Dispatcher, folder: ModelFolder, settings: GatewaySettin
         created=time_ns() // 10**9,
         renderer=renderer,
         features=lambda: dispatcher.fleet.features,
+        roles=roles,
         strict_tools=settings.strict_tools,
     )
 

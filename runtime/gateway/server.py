@@ -112,13 +112,20 @@ class Gateway:
         raw = await body_of(request)
         body = object_of(raw)
         identity = self._identity(request, grantee, body)
-        call = self._chained(dialect.read(body, self.served), identity)
+        call = self._in_role(self._chained(dialect.read(body, self.served), identity), body)
         once, join = _once(request, raw)
         answer = Answer(self.sessions, identity, call, once=once, join=join)
         try:
             return await answered(request, answer, dialect, self.served, keep_alive_s=self._keep_alive_s)
         finally:
             self.meters.sampled(answer.told)
+
+    def _in_role(self, call: Call, body: Json) -> Call:
+        """The call in the role that its body names as the model."""
+        model: object = body.get("model")
+        if not isinstance(model, str) or model not in self.served.roles:
+            return call
+        return replace(call, asks=tuple(replace(ask, role=model) for ask in call.asks))
 
     def _chained(self, call: Call, identity: Identity) -> Call:
         """The call with what it goes on from; Refused when that is not here."""

@@ -5,7 +5,8 @@ Each is a lane.  A call goes to the lane whose conversation it continues; else i
 in common with; else it begins one.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from itertools import count
 from secrets import randbits
@@ -13,7 +14,7 @@ from secrets import randbits
 import anyio
 
 from sostenuto.errors import ProgramError
-from sostenuto.records import Experts, Trajectory
+from sostenuto.records import Experts, Sequence, Trajectory
 from sostenuto.runtime.engines.wire import Spans
 from sostenuto.runtime.gateway.lane import Entrance, Lane, LaneHome
 from sostenuto.runtime.gateway.terms import Terms
@@ -40,8 +41,12 @@ class Session:
         *,
         ended: Callable[["Session"], None],
         entrance: Entrance | None = None,
+        homes: Mapping[str, LaneHome] | None = None,
     ) -> None:
-        """`ended` is told once, after `close` and the last call.  `entrance`: for the first lane."""
+        """`ended` is told once, after `close` and the last call.  `entrance`: for the first lane.
+
+        `homes`: of the roles that another model speaks in.
+        """
         self.id = id_
         self.terms = terms
         self.used_s = home.around.now_s()
@@ -49,12 +54,15 @@ class Session:
         self.limit: StopReason | None = None
         """What the last call was refused for, if it was for a limit."""
         self._home = home
+        self._homes = dict(homes or {})
         self._ended = ended
         self._entrance = entrance
         self._calling: set[anyio.CancelScope] = set()
         self._lanes: list[tuple[str, Lane]] = []
         """With the name of the sub-agent that it is of; "" for the program itself."""
-        self._numbers, self._seeds = count(1), count()
+        self._roles: dict[ProgramId, str] = {}
+        """In which the lanes speak."""
+        self._numbers, self._seeds = count(2), count()
 
     def __repr__(self) -> str:
         return f"<Session {self.id} {len(self._lanes)} lanes>"
@@ -133,19 +141,33 @@ class Session:
         """The record as it stands: every sequence of every lane."""
         told = [lane for lane in self.lanes if lane.sequences()]
         experts = tuple(part for lane in told for part in _padded(lane))
+        roles = tuple(self._roles[lane.id] for lane in told for _ in lane.sequences())
         return Trajectory(
             program_id=self.id,
             group_id=group_id or GroupId(self.id),
             task_id=task_id,
             purpose=self.terms.purpose,
-            sequences=tuple(sequence for lane in told for sequence in lane.sequences()),
+            sequences=tuple(sequence for lane in told for sequence in self._sequences(lane)),
             reward=reward,
             stop_reason=stop,
             usage=sum((lane.usage for lane in told), Usage()),
             outcome=outcome,
-            metrics={"turns": float(self.calls), "lanes": float(len(told))},
+            metrics={"turns": float(self.calls), "lanes": float(len(told)), **self._turns_by_role()},
             experts=experts if any(part is not None for part in experts) else (),
+            roles=roles if any(roles) else (),
         )
+
+    def _sequences(self, lane: Lane) -> tuple[Sequence, ...]:
+        """Without a token to train, where its role is not trained."""
+        if self.terms.is_trained(self._roles[lane.id]):
+            return lane.sequences()
+        return tuple(tuple(span.as_context() for span in sequence) for sequence in lane.sequences())
+
+    def _turns_by_role(self) -> dict[str, float]:
+        turns: Counter[str] = Counter()
+        for lane in self.lanes:
+            turns[self._roles[lane.id]] += lane.calls
+        return {f"turns_{role}": float(count) for role, count in turns.items() if role}
 
     async def _ask(self, ask: Ask, child: str, spans: Spans | None, *, is_last: bool) -> Told:
         self._count_turn()
@@ -185,14 +207,20 @@ class Session:
                 status=429,
                 code="too_many_calls",
             )
-        idle = [lane for name, lane in self._lanes if name == child and not lane.is_busy]
+        of = [lane for name, lane in self._lanes if name == child and self._roles[lane.id] == ask.role]
+        idle = [lane for lane in of if not lane.is_busy]
         nearest = max(idle, key=lambda lane: lane.record.nearness(ask), default=None)
         if nearest is not None and nearest.record.nearness(ask)[0]:
             return nearest
-        number = next(self._numbers)
-        entrance, self._entrance = self._entrance, None
-        id_ = ProgramId(self.id if number == 1 else f"{self.id}~{number}")
-        lane = Lane(id_, ask, self._home, entrance)
+        home, entrance, id_ = self._home, None, self.id
+        if ask.role in self._homes:
+            home = self._homes[ask.role]
+        else:
+            entrance, self._entrance = self._entrance, None
+        if home is not self._home or id_ in self._roles:
+            id_ = ProgramId(f"{self.id}~{next(self._numbers)}")
+        lane = Lane(id_, ask, home, entrance)
+        self._roles[id_] = ask.role
         self._lanes.append((child, lane))
         return lane
 
@@ -206,6 +234,7 @@ class Session:
         if self.terms.purpose is Purpose.SERVE and len(self._lanes) > _SERVED_LANES:
             forgotten = {lane.id for lane in idle[: len(self._lanes) - _SERVED_LANES]}
             self._lanes = [pair for pair in self._lanes if pair[1].id not in forgotten]
+            self._roles = {lane.id: self._roles[lane.id] for lane in self.lanes}
         if self.is_over and not self.is_busy and not self._is_told:
             self._is_told = True
             self._ended(self)

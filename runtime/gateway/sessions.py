@@ -5,7 +5,7 @@
 - A call that named nobody is a program of its own, over with its reply, shared with nobody.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -83,7 +83,7 @@ class Resident:
 class Sessions:
     """Owned by the gateway."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - as `open_gateway`
         self,
         dispatcher: Dispatcher,
         running: TaskGroup,
@@ -93,10 +93,12 @@ class Sessions:
         prefix: str,
         lifetimes: Lifetimes,
         bounds: Bounds,
+        roles: Mapping[str, Dispatcher] | None = None,
     ) -> None:
         """`prefix` begins the ids of programs; no other gateway of the run has the same.
 
         `running` may be cancelled; in `returning`, what programs held is given back, within a deadline.
+        `roles`: by name who speaks in those that are not the dispatcher's.
         `books`: None where only programs are there that their owner has opened.
         """
         self._dispatcher = dispatcher
@@ -106,6 +108,7 @@ class Sessions:
         self._prefix = prefix
         self._lifetimes = lifetimes
         self._bounds = bounds
+        self._roles = dict(roles or {})
         self._residents: dict[str, Resident] = {}
         self._parents: dict[str, str] = {}
         """Of sub-agents: the name of the program that they belong to."""
@@ -270,7 +273,12 @@ class Sessions:
                 code="over_capacity",
                 retry_after_s=1.0,
             )
-        session = Session(id_, terms, self._home(strength, terms), ended=ended, entrance=entrance)
+        home = self._home(strength, terms)
+        homes = {
+            role: replace(home, admit=other.admit, around=other.around, waits_of=partial(_waits_of, other))
+            for role, other in self._roles.items()
+        }
+        session = Session(id_, terms, home, ended=ended, entrance=entrance, homes=homes)
         resident = self._residents[name] = Resident(session, Flights(self._running), strength, name)
         return resident
 
@@ -278,7 +286,7 @@ class Sessions:
         weak = strength is Strength.WEAK
         return LaneHome(
             admit=self._dispatcher.admit,
-            waits_of=self._waits_of,
+            waits_of=partial(_waits_of, self._dispatcher),
             give_back=self._give_back,
             around=self._dispatcher.around,
             lease_s=self._lifetimes.weak_hold_s if weak else self._lifetimes.hold_s,
@@ -286,9 +294,6 @@ class Sessions:
             turn_tokens=self._bounds.turn_tokens,
             total_tokens=terms.limits.total_tokens if terms.limits else None,
         )
-
-    def _waits_of(self, program_id: ProgramId) -> dict[str, float]:
-        return {str(reason): s for reason, s in self._dispatcher.scheduler.waits_of(program_id).items()}
 
     def _give_back(self, work: Callable[[], Awaitable[None]]) -> None:
         async def bounded() -> None:
@@ -304,6 +309,10 @@ class Sessions:
 
     def _new_id(self) -> ProgramId:
         return ProgramId(f"{self._prefix}/{next(self._numbers)}")
+
+
+def _waits_of(dispatcher: Dispatcher, program_id: ProgramId) -> dict[str, float]:
+    return {str(reason): s for reason, s in dispatcher.scheduler.waits_of(program_id).items()}
 
 
 def _has_served(books: Books, session: Session) -> None:

@@ -16,6 +16,8 @@ class Ask:
 
     messages: tuple[Message, ...] = ()
     token_ids: tuple[int, ...] = ()
+    role: str = ""
+    """In which the client speaks; "": the policy alone."""
     tools: tuple[ToolSchema, ...] = ()
     sampling: Sampling
     """Its stop tokens are those of the model where `messages` are given."""

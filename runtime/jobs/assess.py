@@ -18,7 +18,11 @@ async def assess(job: EvalJob, premises: Premises, say: Say) -> JobResult:
         async with (
             open_reward_models(job, premises) as scored,
             open_workshop(
-                scored, job, agents=job.agents, around=premises.awaiting(job.late_rewards, say)
+                scored,
+                job,
+                agents=job.agents,
+                roles=job.roles,
+                around=premises.awaiting(job.late_rewards, say),
             ) as shop,
         ):
             say(JobStarted(job.name, str(folder), shop.dispatcher.version, premises.isolation))

@@ -18,6 +18,7 @@ from sostenuto.runtime.jobs.phases import Phase, check_phases, method_at
 from sostenuto.runtime.jobs.prefixes import Prefixes, check_prefixes
 from sostenuto.runtime.jobs.reward_model import RewardModel, check_reward_models
 from sostenuto.runtime.jobs.rewarding import GroupRewards, LateRewards
+from sostenuto.runtime.jobs.roles import Role, check_roles
 from sostenuto.runtime.jobs.sampling import Sampling
 from sostenuto.runtime.jobs.sources import Mixed, Placed, TaskSource, source_of
 from sostenuto.runtime.jobs.teacher import Teacher, check_teachers
@@ -88,13 +89,16 @@ class _Job:
     seed: int = 0
     name: str = "job"
     """Begins the ids of its programs."""
+    roles: tuple[Role, ...] = ()
+    """Who speaks besides the policy in the episodes of an agent."""
     reward_models: tuple[RewardModel, ...] = ()
     """What they say is added to the rewards of programs."""
     late_rewards: LateRewards | None = None
     """None: an environment whose rewards come later fails."""
 
     def check_rewards(self, tasks: object) -> None:
-        """ConfigError for reward models that cannot score its programs on these tasks."""
+        """ConfigError for reward models that cannot score its programs on these tasks, or useless roles."""
+        check_roles(self.roles, self.agents)
         check_reward_models(
             self.reward_models, tasks, is_agent=bool(self.agents), is_late=self.late_rewards is not None
         )
@@ -200,6 +204,7 @@ class RLJob(_Job):
             fewest=fewest,
             total_tokens=self.limits.total_tokens,
         )
+        check_roles(self.roles, self.agents)
         for part in self.parts:
             check_teachers(self.teachers, self.algorithms, part.env.__name__, part.tasks)
             check_reward_models(

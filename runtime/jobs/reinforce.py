@@ -70,6 +70,7 @@ async def reinforce(job: RLJob, premises: Premises, say: Say, past: Past) -> Job
                 job,
                 at_update=job.update_terms,
                 agents=job.agents,
+                roles=job.roles,
                 around=premises.awaiting(
                     job.late_rewards,
                     say,

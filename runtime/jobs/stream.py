@@ -87,6 +87,7 @@ class Desk:
                     job,
                     at_update=job.update_terms,
                     agents=job.agents,
+                    roles=job.roles,
                     around=premises.awaiting(job.late_rewards, say),
                 ) as shop,
             ):

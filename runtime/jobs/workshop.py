@@ -1,8 +1,8 @@
 """Everything that one job works with, opened together and closed in the other order."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -12,35 +12,27 @@ import anyio.to_thread
 from sostenuto.errors import lone_error
 from sostenuto.records import Trajectory
 from sostenuto.runtime.agent_runner import AgentRunner
-from sostenuto.runtime.config import RuntimeConfig
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
-from sostenuto.runtime.engine_pool import EnginePool
-from sostenuto.runtime.engines.client import Tap
 from sostenuto.runtime.engines.opened import Ground
 from sostenuto.runtime.engines.suits import Requirements
 from sostenuto.runtime.gateway.opening import open_gateway
 from sostenuto.runtime.inspection import Sighting, oldest_of
-from sostenuto.runtime.jobs.events import JobEvent
-from sostenuto.runtime.jobs.late import AwaitedRewards
-from sostenuto.runtime.jobs.rewarding import LateRewards
-from sostenuto.runtime.journal import Journal, VersionPublished
-from sostenuto.runtime.ledger import Ledger
-from sostenuto.runtime.program import ProgramSpec, Timeouts, ToolServer
+from sostenuto.runtime.jobs.premises import Around as Around
+from sostenuto.runtime.jobs.premises import Premises as Premises
+from sostenuto.runtime.jobs.premises import Say as Say
+from sostenuto.runtime.jobs.roles import Role
+from sostenuto.runtime.journal import VersionPublished
+from sostenuto.runtime.program import ProgramSpec, Timeouts
 from sostenuto.runtime.publishing import Publication, UpdatePolicy
 from sostenuto.runtime.rendering.choice import open_renderer
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.renderer import Renderer
+from sostenuto.runtime.roles_opened import open_roles, terms_of
 from sostenuto.runtime.rollouts import Rollouts, Runner
-from sostenuto.runtime.run_directory import RunDirectory
 from sostenuto.runtime.simulation.traces.recorder import TraceRecorder
-from sostenuto.scheduler.actions import ToolServerJoined
 from sostenuto.scheduler.update_terms import DEFAULT, UpdateTerms
 from sostenuto.trainer.publication.manifest import Manifest
-from sostenuto.types import Limits, ProgramId, Version
-
-Say = Callable[[JobEvent], None]
-Around = Callable[[Runner, Dispatcher], Runner]
-"""Wraps whoever runs a job's programs."""
+from sostenuto.types import Limits, ProgramId
 
 
 class Engaging(Protocol):
@@ -53,36 +45,6 @@ class Engaging(Protocol):
     def limits(self) -> Limits: ...
 
     def model_folder(self) -> Path: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Premises:
-    """What all jobs of a run share."""
-
-    config: RuntimeConfig
-    run: RunDirectory
-    journal: Journal
-    ledger: Ledger
-    tools: ToolServer
-    isolation: str
-    limiting: Callable[[Callable[[ToolServerJoined], None]], AbstractContextManager[None]]
-    """Tells, within the block, what sandboxes may take together, whenever that changes."""
-    new_version: Callable[[], Version]
-    """A version that was never used in this run."""
-    engines: EnginePool
-    awaited: AwaitedRewards = field(default_factory=AwaitedRewards)
-    """Programs whose rewards come after their end."""
-    tap: Tap | None = None
-    """Sees the bytes on the engine's socket; for checks that compare records with them."""
-
-    def awaiting(self, rule: LateRewards | None, say: Say, around: Around | None = None) -> Around:
-        """`around`, and beyond it the wait for rewards that come after a program's end."""
-
-        def awaiting(runner: Runner, dispatcher: Dispatcher) -> Runner:
-            inner = around(runner, dispatcher) if around else runner
-            return self.awaited.around(inner, rule, dispatcher.around.renderer, say)
-
-        return awaiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +75,13 @@ async def open_workshop(
     *,
     at_update: UpdateTerms = DEFAULT,
     agents: frozenset[str] = frozenset(),
+    roles: Sequence[Role] = (),
     around: Around | None = None,
 ) -> AsyncGenerator[Workshop]:
     """Start the job's engines on its model folder, and a dispatcher on the engines.
 
     `agents`: the classes whose programs drive themselves, and find their model behind a gateway of the job's.
+    `roles`: those that such a program may speak in, beside the policy.
     `around`: gives whoever runs them in place of the usual one.
     """
     config = premises.config
@@ -142,7 +106,7 @@ async def open_workshop(
             premises.engines.begun(crew, dispatcher, ground),
         ):
             premises.journal.write(VersionPublished(version, step=0))
-            async with _runner(dispatcher, folder, premises, job.name, agents) as runner:
+            async with _runner(dispatcher, folder, premises, job, agents, roles) as runner:
                 wrapped = around(runner, dispatcher) if around else runner
                 rollouts = Rollouts(wrapped, premises.ledger, premises.journal, trace=trace)
                 with premises.limiting(dispatcher.limit):
@@ -164,11 +128,19 @@ class _Either:
 
 @asynccontextmanager
 async def _runner(
-    dispatcher: Dispatcher, folder: ModelFolder, premises: Premises, name: str, agents: frozenset[str]
+    dispatcher: Dispatcher,
+    folder: ModelFolder,
+    premises: Premises,
+    job: Engaging,
+    agents: frozenset[str],
+    roles: Sequence[Role],
 ) -> AsyncGenerator[Runner]:
     if not agents:
         yield dispatcher
         return
-    settings = premises.config.gateway
-    async with open_gateway(dispatcher, folder, None, settings, prefix=f"{name}/gateway") as gateway:
-        yield _Either(dispatcher, AgentRunner(dispatcher, gateway), agents)
+    settings, prefix = premises.config.gateway, f"{job.name}/gateway"
+    async with (
+        open_roles(roles, premises, dispatcher.around.renderer, job=job.name, policy=folder) as others,
+        open_gateway(dispatcher, folder, None, settings, prefix=prefix, roles=others) as gateway,
+    ):
+        yield _Either(dispatcher, AgentRunner(dispatcher, gateway, terms_of(roles)), agents)

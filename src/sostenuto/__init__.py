@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from sostenuto.runtime.jobs.reward_model import RewardModel as RewardModel
     from sostenuto.runtime.jobs.rewarding import GroupRewards as GroupRewards
     from sostenuto.runtime.jobs.rewarding import LateRewards as LateRewards
+    from sostenuto.runtime.jobs.roles import Role as Role
     from sostenuto.runtime.jobs.serve import ServeJob as ServeJob
     from sostenuto.runtime.jobs.teacher import Teacher as Teacher
     from sostenuto.runtime.runtime import Runtime as Runtime
@@ -108,6 +109,7 @@ _HOME = {
     "Message": "types",
     "RLJob": "runtime.jobs.job",
     "RewardModel": "runtime.jobs.reward_model",
+    "Role": "runtime.jobs.roles",
     "Finished": "runtime.jobs.finished",
     "Group": "runtime.jobs.group",
     "GroupRewards": "runtime.jobs.rewarding",
@@ -186,6 +188,7 @@ __all__ = [
     "ReinforcePP",
     "Rejection",
     "RewardModel",
+    "Role",
     "RolloutJob",
     "Runtime",
     "RuntimeConfig",

@@ -120,6 +120,8 @@ class Trajectory:
     """For each sequence what the teacher said of it; empty where no engine was asked."""
     turn_rewards: tuple[float, ...] = ()
     """What each turn earned, which adds up to the reward; empty where only that is known."""
+    roles: tuple[str, ...] = ()
+    """For each sequence the role that its policy tokens were said in; empty where there is one alone."""
     history: str = ""
     """Which history its one turn continues, of a program that has no environment and no reward."""
 

@@ -32,12 +32,14 @@ class Served:
     renderer: Renderer
     features: Callable[[], frozenset[Feature]]
     """What all engines have, as they are now."""
+    roles: frozenset[str] = frozenset()
+    """Names of models that clients may ask for, too: each is a role of the program."""
     strict_tools: bool = True
     """Whether `strict` of a tool is kept to."""
 
     def check(self, model: str | None) -> None:
         """Refused for a model that is not served; none means the one that is."""
-        if model is not None and model != self.model and model not in self.aliases:
+        if model is not None and model != self.model and model not in self.aliases | self.roles:
             raise Refused(
                 f"model: {model[:200]!r} is not served here; ask for {self.model!r}",
                 status=404,
