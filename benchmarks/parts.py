@@ -11,6 +11,7 @@ from benchmarks.telling import Telling, end_in_order
 PARTS = {
     "engines": ("decode", "memory", "exactness", "fleet", "adapters", "speculation", "vllm"),
     "learning": ("methods", "trl", "distillation", "speed"),
+    "publication": ("transfer", "delta", "pause"),
     "gateway": ("cost", "pressure", "fuzz", "schema", "clients", "conformance"),
 }
 

@@ -11,8 +11,22 @@ import zlib
 from pathlib import Path
 
 from sostenuto.runtime.engines.embedded.receiving.broadcast import BroadcastReceiver
+from sostenuto.runtime.engines.embedded.receiving.room import Room
 from sostenuto.trainer.publication.manifest import Manifest
+from sostenuto.types import Version
 
+
+class Nothing:
+    """What a receiver serves that is no engine."""
+
+    version = Version(0, 0)
+    digest = None
+
+    def served(self, name: str) -> None:
+        del name
+
+
+NOTHING = Nothing()
 SIGNALS = {"die": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -20,7 +34,7 @@ def main() -> None:
     manifest = Manifest.model_validate_json(Path(sys.argv[1]).read_bytes())
     found: dict[str, int] = {}
     names = {entry.name for entry in manifest.tensors}
-    for entry, content, _ in BroadcastReceiver("cpu").receive(manifest, names):
+    for entry, content, _ in BroadcastReceiver("cpu", Room(NOTHING)).receive(manifest, names):
         found[entry.name] = zlib.crc32(content.tobytes())
         if len(found) == 1:
             sys.stdout.write("arriving\n")

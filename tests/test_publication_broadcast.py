@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from engine_models import Desk, load, make_core, make_folder, prompt
+from publication_members import NOTHING
 from sostenuto.errors import ConfigError, TrainerError
 from sostenuto.runtime.config import parse
 from sostenuto.runtime.engines.client import launch_embedded
 from sostenuto.runtime.engines.embedded.receiving.broadcast import BroadcastReceiver
+from sostenuto.runtime.engines.embedded.receiving.room import Room
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.settings import EmbeddedSettings
 from sostenuto.runtime.engines.wire import CommitRequest, GenerateRequest
@@ -73,7 +75,7 @@ def seat_of(manifest: Manifest) -> socket.socket:
 
 
 def test_all_receive_together_version_after_version_in_one_group(submit: Submit):
-    receivers = [BroadcastReceiver("cpu") for _ in range(3)]
+    receivers = [BroadcastReceiver("cpu", Room(NOTHING)) for _ in range(3)]
     generations: list[int] = []
     with sending(gather_s=60.0) as sender:
         for number in range(1, 5):
@@ -87,7 +89,7 @@ def test_all_receive_together_version_after_version_in_one_group(submit: Submit)
 
 
 def test_who_comes_late_gets_a_round_of_its_own(submit: Submit):
-    first, late = BroadcastReceiver("cpu"), BroadcastReceiver("cpu")
+    first, late = BroadcastReceiver("cpu", Room(NOTHING)), BroadcastReceiver("cpu", Room(NOTHING))
     with sending() as sender:
         manifest = sender.publish(Version(0, 1), named(1))
         assert submit(first, manifest).result() == as_sent(named(1))
@@ -103,7 +105,7 @@ def test_what_is_sent_does_not_change_with_the_trainers_tensors():
         manifest = sender.publish(Version(0, 1), tensors)
         for _, tensor in tensors:
             tensor.zero_()
-        assert received(BroadcastReceiver("cpu"), manifest) == as_sent(named(1))
+        assert received(BroadcastReceiver("cpu", Room(NOTHING)), manifest) == as_sent(named(1))
 
 
 def test_who_hangs_up_before_the_round_is_left_out(submit: Submit):
@@ -112,13 +114,13 @@ def test_who_hangs_up_before_the_round_is_left_out(submit: Submit):
         sender.expect(2)
         connection = seat_of(manifest)
         connection.close()
-        assert submit(BroadcastReceiver("cpu"), manifest).result() == as_sent(named(1))
+        assert submit(BroadcastReceiver("cpu", Room(NOTHING)), manifest).result() == as_sent(named(1))
 
 
 def test_who_takes_a_seat_and_does_not_come_holds_the_others_up_until_the_deadline(submit: Submit):
     with sending(gather_s=5.0, deadline_s=1.0) as sender:
         before = sender.publish(Version(0, 1), named(1))
-        two = [BroadcastReceiver("cpu") for _ in range(2)]
+        two = [BroadcastReceiver("cpu", Room(NOTHING)) for _ in range(2)]
         for part in [submit(receiver, before) for receiver in two]:
             part.result()
         manifest = sender.publish(Version(0, 2), named(2))
@@ -142,7 +144,7 @@ def test_a_process_that_ends_or_stands_still_in_the_middle_holds_nobody_up(
         manifest = sender.publish(Version(0, 1), named(1, count=100))
         path.write_text(manifest.model_dump_json())
         sender.expect(3)
-        others = [BroadcastReceiver("cpu") for _ in range(2)]
+        others = [BroadcastReceiver("cpu", Room(NOTHING)) for _ in range(2)]
         parts = [submit(other, manifest) for other in others]
         command = [sys.executable, str(MEMBERS), str(path), fate]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as member:
@@ -162,7 +164,7 @@ def test_who_leaves_early_lets_the_others_finish(submit: Submit):
     with sending(gather_s=60.0) as sender:
         manifest = sender.publish(Version(0, 1), named(1))
         sender.expect(2)
-        leaves, stays = BroadcastReceiver("cpu"), BroadcastReceiver("cpu")
+        leaves, stays = BroadcastReceiver("cpu", Room(NOTHING)), BroadcastReceiver("cpu", Room(NOTHING))
         part = submit(stays, manifest)
         arriving = leaves.receive(manifest, {"t0", "t1"})
         next(arriving)
@@ -180,13 +182,13 @@ def test_only_the_newest_version_is_held_and_only_who_has_the_key_gets_it():
         first = sender.publish(Version(0, 1), named(1))
         second = sender.publish(Version(0, 2), named(2))
         with pytest.raises(Refusal, match=r"0\.1 is not held any more, 0\.2 is \(prepare the newest"):
-            received(BroadcastReceiver("cpu"), first)
+            received(BroadcastReceiver("cpu", Room(NOTHING)), first)
         assert second.source is not None
         stranger = second.model_copy(update={"source": second.source.model_copy(update={"key": "0"})})
         with pytest.raises(Refusal, match="the key is not that of this sender's manifests"):
-            received(BroadcastReceiver("cpu"), stranger)
+            received(BroadcastReceiver("cpu", Room(NOTHING)), stranger)
     with pytest.raises(Refusal, match=r"broadcast from 127\.0\.0\.1:\d+: .*publish the version again"):
-        received(BroadcastReceiver("cpu"), second)
+        received(BroadcastReceiver("cpu", Room(NOTHING)), second)
 
 
 def test_a_wrong_byte_is_refused_and_the_old_version_goes_on(tmp_path: Path):

@@ -21,11 +21,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine_models import Desk, load, make_core, make_folder
+from publication_members import NOTHING
 from sostenuto.errors import EngineError, TrainerError
+from sostenuto.runtime.engines.embedded.receiving.near import Near
 from sostenuto.runtime.engines.embedded.receiving.point_to_point import PointToPointReceiver, fetch
+from sostenuto.runtime.engines.embedded.receiving.room import Room
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.trainer.client import TrainerClient
 from sostenuto.trainer.publication.checksums import combined, runs_of
+from sostenuto.trainer.publication.listening import read_line, send_line
 from sostenuto.trainer.publication.manifest import Manifest, Shard
 from sostenuto.trainer.publication.plan import Box, Layout, plan, whole
 from sostenuto.trainer.publication.point_to_point import Part, PointToPointSender
@@ -129,8 +133,10 @@ def training(layout: str) -> Generator[Trainer]:
         trainer.close()
 
 
-def assert_exact(manifest: Manifest, layout: Layout, tensors: dict[str, Array]) -> None:
-    found = fetch(manifest, layout)
+def assert_exact(
+    manifest: Manifest, layout: Layout, tensors: dict[str, Array], *, near: Near | None = None
+) -> None:
+    found = fetch(manifest, layout, near=near)
     assert found.keys() == layout.keys()
     for name, box in layout.items():
         assert found[name].tobytes() == inner(tensors[name], box).tobytes(), name
@@ -190,9 +196,10 @@ def test_every_layout_is_brought_into_every_other(layout: str):
             ]
             with ThreadPoolExecutor(8) as pool:
                 parts = [
-                    pool.submit(assert_exact, manifest, rank, tensors)
+                    pool.submit(assert_exact, manifest, rank, tensors, near=near)
                     for engine in LAYOUTS.values()
                     for rank in engine
+                    for near in (Near(), None)
                 ]
                 for part in parts:
                     part.result()
@@ -206,6 +213,23 @@ def test_ranks_that_overlap_or_lack_something_are_told_so():
     with pytest.raises(TrainerError, match=r"'embed': ranks have byte .* twice or not at all; give parts"):
         trainer.publish(1, made(1))
     trainer.close()
+
+
+def test_memory_is_not_used_again_while_it_is_read():
+    with training("whole") as trainer:
+        tensors = made(1)
+        manifest = trainer.publish(1, tensors)
+        source = manifest.shards[0].source
+        with socket.create_connection((source.host, source.port)) as slow:
+            pieces = [("embed", whole(SHAPES["embed"]))]
+            send_line(slow, {"key": source.key, "version": "0.1", "pieces": pieces, "checked": False})
+            said = read_line(slow)
+            for number in (2, 3, 4):
+                trainer.publish(number, made(number))
+            path = Path(f"/proc/{said['pid']}/fd/{said['descriptor']}")
+            begin = said["begins"]["embed"]
+            held = path.read_bytes()[begin : begin + tensors["embed"].nbytes]
+            assert held == tensors["embed"].tobytes()
 
 
 def test_one_that_takes_nothing_holds_up_nobody():
@@ -235,6 +259,8 @@ def altering(shard: Shard) -> Generator[Shard]:
     def carry() -> None:
         connection, _ = listener.accept()
         with connection, socket.create_connection((shard.source.host, shard.source.port)) as onward:
+            onward.sendall(connection.recv(1 << 20))
+            connection.sendall(onward.recv(1 << 20))
             onward.sendall(connection.recv(1 << 20))
             content = bytearray()
             while received := onward.recv(1 << 16):
@@ -301,6 +327,6 @@ def test_an_engine_gets_all_of_the_weights_from_any_layout():
         manifest = trainer.publish(1, tensors)
         found = {
             entry.name: content.tobytes()
-            for entry, content, _ in PointToPointReceiver().receive(manifest, {"up", "experts"})
+            for entry, content, _ in PointToPointReceiver(Room(NOTHING)).receive(manifest, {"up", "experts"})
         }
     assert found == {name: tensors[name].tobytes() for name in ("up", "experts")}

@@ -87,6 +87,9 @@ class BroadcastSender:
         self._served: set[str] = set()
         """Members that have the version."""
         self._held: _Held | None = None
+        self._spare: Tensor | None = None
+        """Memory of the version before."""
+        self._sending: Tensor | None = None
         self._closed = False
         self._group: Group | None = None
         self._members: list[str] = []
@@ -96,7 +99,7 @@ class BroadcastSender:
     def publish(self, version: Version, tensors: Named, *, selector: Selector = "target") -> Manifest:
         named = list(tensors)
         snapshot = Snapshot.of(named)
-        content = torch.empty(snapshot.nbytes, dtype=torch.uint8)
+        content = self._room(snapshot.nbytes)
         whole = as_array(content)
         for offset, raw in snapshot.chunks:
             np.copyto(whole[offset : offset + raw.nbytes], raw)
@@ -133,6 +136,14 @@ class BroadcastSender:
             self._changed.notify_all()
         self._listener.close()
 
+    def _room(self, nbytes: int) -> Tensor:
+        """For a version: the memory of the one before the last, unless that is still being sent."""
+        with self._changed:
+            spare, self._spare = self._spare, self._held and self._held.content
+            if spare is not None and spare.nbytes == nbytes and spare is not self._sending:
+                return spare
+        return torch.empty(nbytes, dtype=torch.uint8)
+
     def _called(self, connection: socket.socket, asked: dict[str, Any]) -> None:
         """Wait for a seat; the connection is closed when this returns."""
         told = _Asked.model_validate(asked)
@@ -152,12 +163,14 @@ class BroadcastSender:
             with self._changed:
                 callers = self._gathered()
                 held = self._held
+                self._sending = held and held.content
             if callers is None or held is None:
                 return
             try:
                 if there := _still_there(callers):
                     self._round(there, held)
             finally:
+                self._sending = None
                 for caller in callers:
                     caller.answered.set()
 
@@ -179,7 +192,7 @@ class BroadcastSender:
         try:
             group = self._seated(callers, held)
             content = held.content.to(group.device)
-            for begin, end, _ in buckets(held.manifest.tensors, self._source.bucket_bytes):
+            for begin, end in buckets(held.manifest.nbytes, self._source.bucket_bytes):
                 group.broadcast(content[begin:end]).wait()
             with self._changed:
                 if self._held is held:

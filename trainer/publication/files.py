@@ -40,7 +40,7 @@ class Files:
         self._writing: Path | None = None
 
     def write(self, place: Path, name: str, chunks: Chunks, nbytes: int, *, sync: bool = False) -> Path:
-        """A new file in `place`; with `sync` on its disk when this returns.
+        """A new file in `place`; with `sync` its bytes are on the disk before it has its name.
 
         TrainerError names the path and the bytes needed.
         """
@@ -98,15 +98,11 @@ def _write(temporary: Path, path: Path, chunks: Chunks, nbytes: int, *, sync: bo
     descriptor = -1
     try:
         descriptor = _create_locked(temporary)
-        if nbytes:
-            os.posix_fallocate(descriptor, 0, nbytes)
         for offset, raw in chunks:
             _write_all(descriptor, raw, offset)
         if sync:
             os.fsync(descriptor)
         temporary.rename(path)
-        if sync:
-            _sync_folder(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         if descriptor >= 0:
@@ -133,15 +129,6 @@ def _write_all(descriptor: int, raw: NDArray[np.uint8], offset: int) -> None:
     while len(view):
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename lasts once its folder does."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _started_ticks() -> str:

@@ -3,7 +3,7 @@
 They are apart from the group in which ranks train, and from each other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -13,7 +13,6 @@ import torch.distributed
 from torch import Tensor
 
 from sostenuto.trainer.publication.listening import listening
-from sostenuto.trainer.publication.manifest import TensorEntry
 
 _distributed = cast("Any", torch.distributed)
 
@@ -76,16 +75,10 @@ def has_nccl() -> bool:
     return bool(_distributed.is_nccl_available()) and torch.cuda.is_available()
 
 
-def buckets(entries: Sequence[TensorEntry], most: int) -> Iterator[tuple[int, int, list[TensorEntry]]]:
-    """First byte, byte behind, and entries of what is sent together: `most` bytes, or one tensor."""
-    held: list[TensorEntry] = []
-    for entry in entries:
-        if held and entry.offset + entry.nbytes - held[0].offset > most:
-            yield held[0].offset, held[-1].offset + held[-1].nbytes, held
-            held = []
-        held.append(entry)
-    if held:
-        yield held[0].offset, held[-1].offset + held[-1].nbytes, held
+def buckets(nbytes: int, most: int) -> Iterator[tuple[int, int]]:
+    """First byte, and byte behind the last, of what is sent at a time."""
+    for begin in range(0, nbytes, most):
+        yield begin, min(begin + most, nbytes)
 
 
 def _gloo(store: object, seat: Seat, host: str, timeout: timedelta) -> object:

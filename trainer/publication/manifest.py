@@ -65,7 +65,7 @@ class Source(BaseModel):
     gather_s: float = Field(default=0.0, ge=0)
     """How long the sender waits for more receivers after the first one."""
     bucket_bytes: int = Field(default=16 << 20, gt=0)
-    """What is sent together, where it is not a single tensor."""
+    """What is sent at a time."""
 
 
 class Shard(BaseModel):

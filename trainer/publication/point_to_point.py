@@ -4,11 +4,14 @@
   that they want, of all ranks at the same time.
 - The first rank describes everything: where each rank listens, which box of each tensor it has, and the
   checksums of the whole tensors, which follow from those of the parts.
+- Who is on the same machine reads the memory itself, while its call lasts; to others the kernel sends from
+  there.
 - Every call is served on its own, so an engine that is gone or late holds up nobody.
 """
 
 import mmap
 import os
+import secrets
 import socket
 import struct
 import threading
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from sostenuto.errors import TrainerError
 from sostenuto.trainer.publication.checksums import Run, combined, runs_of
-from sostenuto.trainer.publication.listening import Listener, send_line
+from sostenuto.trainer.publication.listening import Listener, read_line, send_line
 from sostenuto.trainer.publication.manifest import Manifest, Selector, Shard, Source, TensorEntry
 from sostenuto.trainer.publication.plan import Box, common, inside
 from sostenuto.trainer.publication.snapshot import Named
@@ -61,6 +64,8 @@ class PointToPointSender:
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._held: _Held | None = None
+        self._spare: _Memory | None = None
+        """Of the version before, which may still be on its way."""
         self._listener = Listener(host, self._called)
         self._source = Source(
             host=host, port=self._listener.port, key=self._listener.key, deadline_s=deadline_s
@@ -74,7 +79,7 @@ class PointToPointSender:
     def publish_parts(
         self, version: Version, parts: list[Part], *, selector: Selector = "target"
     ) -> Manifest:
-        held = _Held(str(version), parts)
+        held = _Held(str(version), parts, self._room(sum(part.content.nbytes for part in parts)))
         boxes = {part.name: part.box for part in parts if part.content.nbytes}
         told = _Told(
             Shard(source=self._source, boxes=boxes),
@@ -84,7 +89,7 @@ class PointToPointSender:
         # Nobody is told of a version before every rank has it.
         everybody: list[_Told] = self._gather(told)
         with self._lock:
-            self._held = held
+            self._spare, self._held = self._held and self._held.memory, held
         self._gather(None)
         entries = _entries(everybody)
         return Manifest(
@@ -106,6 +111,24 @@ class PointToPointSender:
         wanted = _Asked.model_validate(asked)
         with self._lock:
             held = self._held
+            if held is not None:
+                held.memory.calls += 1
+        try:
+            self._send(connection, wanted, held)
+        finally:
+            if held is not None:
+                with self._lock:
+                    held.memory.calls -= 1
+
+    def _room(self, nbytes: int) -> "_Memory":
+        """For a version: that of the one before the last, unless it is still on its way."""
+        with self._lock:
+            spare = self._spare
+            if spare is not None and spare.nbytes == nbytes and not spare.calls:
+                return spare
+        return _Memory(nbytes)
+
+    def _send(self, connection: socket.socket, wanted: "_Asked", held: "_Held | None") -> None:
         if held is None or wanted.version != held.version:
             holds = held and held.version
             send_line(connection, {"refused": f"version {wanted.version} is not held any more, {holds} is"})
@@ -114,9 +137,13 @@ class PointToPointSender:
             send_line(connection, {"refused": f"{strange[0]!r} is not all here"})
             return
         _never_wait_for_ever(connection, self._deadline_s)
-        send_line(connection, {"pieces": len(wanted.pieces)})
-        for name, box in wanted.pieces:
-            held.send(connection, name, box)
+        send_line(connection, held.where(wanted.pieces))
+        if read_line(connection)["send"]:
+            for name, box in wanted.pieces:
+                held.send(connection, name, box)
+        else:
+            # The memory stays as it is until the other side is done with it.
+            read_line(connection)
         checksums = [held.checksum(name, box) for name, box in wanted.pieces] if wanted.checked else []
         send_line(connection, {"checksums": checksums})
 
@@ -138,29 +165,47 @@ class _Told:
     runs: dict[str, list[Run]]
 
 
-class _Held:
-    """A copy of a rank's share, in memory that has a descriptor: the kernel sends from there."""
+class _Memory:
+    """Memory that has a descriptor: the kernel sends from there."""
 
-    def __init__(self, version: str, parts: list[Part]) -> None:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.calls = 0
+        """That send from here."""
+        self.name = f"sostenuto-weights-{secrets.token_hex(16)}"
+        self.descriptor = os.memfd_create(self.name)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.truncate(self.descriptor, nbytes)
+        mapped: mmap.mmap | bytes = mmap.mmap(self.descriptor, nbytes) if nbytes else b""
+        self.content = np.frombuffer(mapped, dtype=np.uint8)
+
+
+class _Held:
+    """A copy of a rank's share."""
+
+    def __init__(self, version: str, parts: list[Part], memory: _Memory) -> None:
         self.version = version
-        nbytes = sum(part.content.nbytes for part in parts)
-        self._descriptor = os.memfd_create("sostenuto-weights")
-        # A call that still sends from here keeps it open.
-        weakref.finalize(self, os.close, self._descriptor)
+        self.memory = memory
         self._parts: dict[str, tuple[Box, NDArray[np.uint8]]] = {}
         self._checksums: dict[tuple[str, Box], int] = {}
-        if not nbytes:
-            return
-        os.truncate(self._descriptor, nbytes)
-        self._memory = np.frombuffer(mmap.mmap(self._descriptor, nbytes), dtype=np.uint8)
         at = 0
         for part in parts:
-            held = self._memory[at : at + part.content.nbytes]
-            np.copyto(held, part.content)
+            held = memory.content[at : at + part.content.nbytes]
             at += held.nbytes
             if held.nbytes:
+                np.copyto(held, part.content)
                 lengths = [end - start for start, end in part.box]
                 self._parts[part.name] = part.box, held.reshape(*lengths, -1)
+
+    def where(self, pieces: list[tuple[str, Box]]) -> dict[str, object]:
+        """For who is on the same machine: the memory, and where in it the parts begin."""
+        start = _address(self.memory.content)
+        return {
+            "pid": os.getpid(),
+            "descriptor": self.memory.descriptor,
+            "name": self.memory.name,
+            "begins": {name: _address(self._parts[name][1]) - start for name, _ in pieces},
+        }
 
     def has(self, name: str, box: Box) -> bool:
         return name in self._parts and common(box, self._parts[name][0]) == box
@@ -171,9 +216,9 @@ class _Held:
         if not part.flags.c_contiguous:
             connection.sendall(np.ascontiguousarray(part).data)
             return
-        at, left = _address(part) - _address(self._memory), part.nbytes
+        at, left = _address(part) - _address(self.memory.content), part.nbytes
         while left:
-            sent = os.sendfile(connection.fileno(), self._descriptor, at, left)
+            sent = os.sendfile(connection.fileno(), self.memory.descriptor, at, left)
             at, left = at + sent, left - sent
 
     def checksum(self, name: str, box: Box) -> int:
@@ -222,11 +267,12 @@ def _joined(name: str, runs: list[Run]) -> int:
 
 
 def _never_wait_for_ever(connection: socket.socket, deadline_s: float) -> None:
-    """A deadline for each write that the kernel keeps, since Python's would need a call for each."""
+    """A deadline for each read and write that the kernel keeps, since Python's would need a call for each."""
     connection.settimeout(None)
     whole_s, rest_s = divmod(deadline_s, 1)
     told = struct.pack("ll", int(whole_s), int(rest_s * 1_000_000))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, told)
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, told)
 
 
 def _address(array: NDArray[np.uint8]) -> int:

@@ -78,13 +78,15 @@ class Publications:
             prefix = DRAFT_PREFIX if weights is self.drafter else ""
             for sent, name in weights.expect(part).items():
                 places[prefix + sent] = (weights, name)
+        missing = set(places)
         with closing(self._receivers.of(manifest).receive(manifest, frozenset(places))) as arriving:
             for incoming in arriving:
-                if (place := places.pop(incoming.entry.name, None)) is not None:
+                if (place := places.get(incoming.entry.name)) is not None:
                     weights, name = place
                     weights.take(name, incoming)
-        if places:
-            raise wrong(next(iter(places)), f"did not arrive ({len(places)} in all)")
+                    missing.discard(incoming.entry.name)
+        if missing:
+            raise wrong(min(missing), f"did not arrive ({len(missing)} in all)")
 
     def commit(self, text: str) -> Committed:
         """Serve what was staged as version `text`; between two steps, on the engine's thread."""

@@ -1,6 +1,6 @@
 """From a process group: buckets of tensors that the sender broadcasts to all engines together.
 
-A round that fails, since a member is gone or late, is asked for again; what has arrived stays.
+A round that fails, since a member is gone or late, is asked for again, from the beginning.
 """
 
 import socket
@@ -10,15 +10,15 @@ from contextlib import closing
 from typing import Any, cast
 from uuid import uuid4
 
-import torch
 from torch import Tensor
 
 from sostenuto.runtime.engines.embedded.receiving.receiver import PUBLISH_AGAIN, Bytes, Incoming
+from sostenuto.runtime.engines.embedded.receiving.room import Room
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.trainer.publication.groups import Group, Seat, Work, buckets, has_nccl, reach_store
 from sostenuto.trainer.publication.listening import read_line, send_line
 from sostenuto.trainer.publication.manifest import Manifest, Source, TensorEntry
-from sostenuto.trainer.tensors import as_array
+from sostenuto.trainer.tensors import as_tensor
 
 _ROUNDS = 3
 """Of one publication, before an engine gives up."""
@@ -29,7 +29,8 @@ _AHEAD = 2
 class BroadcastReceiver:
     """A member of the sender's group."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, room: Room) -> None:
+        self._room = room
         self._member = uuid4().hex
         self._device = "cuda" if device.startswith("cuda") and has_nccl() else "cpu"
         self._group: Group | None = None
@@ -41,14 +42,10 @@ class BroadcastReceiver:
             raise Refusal(422, "manifest", "source: is missing", "send the manifest as the sender made it")
         if self._source is None or self._source.key != source.key:
             self._group, self._source = None, source
-        left = set(wanted)
         for number in range(1, _ROUNDS + 1):
             try:
-                with closing(self._round(manifest, source)) as arriving:
-                    for incoming in arriving:
-                        if incoming.entry.name in left:
-                            left.discard(incoming.entry.name)
-                            yield incoming
+                with closing(self._round(manifest, source, wanted)) as arriving:
+                    yield from arriving
                 break
             except (RuntimeError, OSError) as error:
                 self._group = None
@@ -56,19 +53,18 @@ class BroadcastReceiver:
                     message = f"broadcast from {source.host}:{source.port}: {error}"
                     raise Refusal(504, "broadcast", message, PUBLISH_AGAIN) from error
 
-    def _round(self, manifest: Manifest, source: Source) -> Generator[Incoming]:
+    def _round(self, manifest: Manifest, source: Source, wanted: Collection[str]) -> Generator[Incoming]:
         """All tensors once.  Who leaves early receives the rest all the same: others wait for it."""
+        content = self._room.beside(manifest.nbytes, wanted)
         group, self._group = self._seated(manifest, source), None
         left = False
-        with closing(_buckets(group, manifest, source)) as arriving:
-            for content, begin, entries in arriving:
-                for entry in entries:
-                    at = entry.offset - begin
-                    if not left:
-                        try:
-                            yield Incoming(entry, content[at : at + entry.nbytes])
-                        except GeneratorExit:
-                            left = True
+        with closing(_buckets(group, manifest, source, content)) as arriving:
+            for entry in arriving:
+                if not left:
+                    try:
+                        yield Incoming(entry, content[entry.offset : entry.offset + entry.nbytes], True)
+                    except GeneratorExit:
+                        left = True
         self._group = group
 
     def _seated(self, manifest: Manifest, source: Source) -> Group:
@@ -94,23 +90,24 @@ class BroadcastReceiver:
         return Group(store, seat, own, source.deadline_s)
 
 
-def _buckets(
-    group: Group, manifest: Manifest, source: Source
-) -> Generator[tuple[Bytes, int, list[TensorEntry]]]:
-    """The bytes of each bucket, where they begin, and what is in them; the next ones are under way."""
-    parts = list(buckets(manifest.tensors, source.bucket_bytes))
-    largest = max((end - begin for begin, end, _ in parts), default=0)
-    spare = [
-        torch.empty(largest, dtype=torch.uint8, device=group.device)
-        for _ in range(min(_AHEAD + 1, len(parts)))
-    ]
-    waiting: deque[tuple[Work, Tensor]] = deque()
-    ahead = iter(parts)
-    for begin, _, entries in parts:
-        while spare and (following := next(ahead, None)) is not None:
-            buffer = spare.pop()
-            waiting.append((group.broadcast(buffer[: following[1] - following[0]]), buffer))
-        work, buffer = waiting.popleft()
+def _buckets(group: Group, manifest: Manifest, source: Source, content: Bytes) -> Generator[TensorEntry]:
+    """Each tensor when it has arrived in `content`; the next buckets are under way."""
+    there = as_tensor(content)
+    waiting: deque[tuple[Work, int, Tensor]] = deque()
+    ahead = buckets(manifest.nbytes, source.bucket_bytes)
+    entries = deque(manifest.tensors)
+    while True:
+        while len(waiting) <= _AHEAD and (following := next(ahead, None)) is not None:
+            begin, end = following
+            buffer = there[begin:end].to(group.device)
+            waiting.append((group.broadcast(buffer), begin, buffer))
+        if not waiting:
+            break
+        work, begin, buffer = waiting.popleft()
         work.wait()
-        yield as_array(buffer.cpu()), begin, entries
-        spare.append(buffer)
+        end = begin + len(buffer)
+        if group.device != "cpu":
+            there[begin:end] = buffer.cpu()
+        while entries and entries[0].offset + entries[0].nbytes <= end:
+            yield entries.popleft()
+    yield from entries

@@ -2,30 +2,13 @@
 
 from collections.abc import Collection, Generator
 from pathlib import Path
-from typing import Protocol
 
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.embedded.receiving.receiver import PUBLISH_AGAIN, Bytes, Incoming
+from sostenuto.runtime.engines.embedded.receiving.room import Base
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.trainer.publication.chain import DeltaFile, Start, full_version, tensors
 from sostenuto.trainer.publication.manifest import Delta, Manifest
-from sostenuto.types import Version
-
-
-class Base(Protocol):
-    """What an engine serves."""
-
-    @property
-    def version(self) -> Version: ...
-
-    @property
-    def digest(self) -> int | None:
-        """Of its publication; None: not known."""
-        ...
-
-    def served(self, name: str) -> Bytes | None:
-        """The bytes of a tensor as it was published; None where they are not kept so."""
-        ...
 
 
 class PatchedReceiver:

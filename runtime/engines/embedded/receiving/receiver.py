@@ -27,7 +27,10 @@ class Receiver(Protocol):
     """Fetches publications of one transport.  Blocking: call it in a thread, one publication at a time."""
 
     def receive(self, manifest: Manifest, wanted: Collection[str]) -> Generator[Incoming]:
-        """Each wanted tensor once, in any order, and perhaps others.  Refusal when one cannot be had."""
+        """Each wanted tensor, in any order, and perhaps others; Refusal when one cannot be had.
+
+        One that comes again replaces the first.
+        """
         ...
 
 

@@ -2,9 +2,10 @@
 
 from sostenuto.runtime.engines.embedded.receiving.broadcast import BroadcastReceiver
 from sostenuto.runtime.engines.embedded.receiving.mapped import MappedReceiver
-from sostenuto.runtime.engines.embedded.receiving.patched import Base, PatchedReceiver
+from sostenuto.runtime.engines.embedded.receiving.patched import PatchedReceiver
 from sostenuto.runtime.engines.embedded.receiving.point_to_point import PointToPointReceiver
 from sostenuto.runtime.engines.embedded.receiving.receiver import Receiver
+from sostenuto.runtime.engines.embedded.receiving.room import Base, Room
 from sostenuto.trainer.publication.manifest import Manifest
 
 
@@ -13,9 +14,10 @@ class Receivers:
 
     def __init__(self, base: Base, device: str) -> None:
         """`base`: what the engine serves."""
+        room = Room(base)
         self._mapped = MappedReceiver()
-        self._broadcast = BroadcastReceiver(device)
-        self._pieces = PointToPointReceiver()
+        self._broadcast = BroadcastReceiver(device, room)
+        self._pieces = PointToPointReceiver(room)
         self._patched = PatchedReceiver(base)
 
     def of(self, manifest: Manifest) -> Receiver:
