@@ -42,8 +42,8 @@ class Audit:
         return {name: value for name in self.__slots__ if (value := getattr(self, name))}
 
 
-def audit(run: Path, job: str, *, steps: int, groups_per_step: int) -> Audit:
-    """Of a job of this root whose batches are all whole."""
+def audit(run: Path, job: str, *, steps: int, groups_per_step: int | None) -> Audit:
+    """Of a job of this root.  `groups_per_step`: None where batches may have groups that teach nothing."""
     with read_journal(run / "journal.db") as reader:
         ledger, groups = reader.ledger().statistics(), reader.groups(job)
         versions = reader.versions()
@@ -53,9 +53,9 @@ def audit(run: Path, job: str, *, steps: int, groups_per_step: int) -> Audit:
         unbalanced=int(not ledger.closes),
         doubled=sum(count > 1 for count in trained.values()),
         lost=len(_lost(groups)),
-        missing_groups=abs(steps * groups_per_step - len(trained)),
+        missing_groups=0 if groups_per_step is None else abs(steps * groups_per_step - len(trained)),
         versions_back=_backwards(versions),
-        steps_missing=abs(steps - len(_result(run)["rewards"])),
+        steps_missing=abs(steps - len(result(run)["rewards"])),
         sandboxes=sandbox_folders(run),
     )
 
@@ -69,7 +69,8 @@ def events(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_bytes().split(b"\n")[:-1]]
 
 
-def _result(run: Path) -> dict[str, Any]:
+def result(run: Path) -> dict[str, Any]:
+    """Of its last job."""
     return next(event for event in reversed(events(run)) if event["event"] == "JobResult")
 
 

@@ -10,6 +10,7 @@ import anyio
 from benchmarks import models, outside
 from benchmarks.bench import Bench
 from benchmarks.recovery_cost import measure_cost
+from benchmarks.recovery_quickstart import measure_quickstart
 from benchmarks.recovery_torture import Small, Torture, open_folder
 from benchmarks.telling import Telling
 
@@ -17,7 +18,7 @@ RESULTS = Path(__file__).parent / "results" / "recovery.jsonl"
 _KILLS_OF_A_JOB = 8
 _SPREAD = 0.6
 """Of what an undisturbed job takes: the longest time from one kill to the next."""
-PARTS = ("torture", "cost")
+_KILLS_OF_A_QUICKSTART = 12
 
 
 def main() -> None:
@@ -25,9 +26,9 @@ def main() -> None:
     asked = _arguments()
     tell = Telling(None if asked.quick else RESULTS)
     outside.adopt_orphans()
-    for name in asked.only or PARTS:
+    for name in asked.only or [part for part in PARTS if part != "quickstart" or not asked.quick]:
         print(f"# {name}", file=sys.stderr, flush=True)
-        anyio.run(_torture if name == "torture" else _cost, tell, asked)
+        anyio.run(PARTS[name], tell, asked)
     tell.end()
 
 
@@ -53,6 +54,14 @@ async def _cost(tell: Telling, asked: argparse.Namespace) -> None:
     await measure_cost(tell, await _job(asked))
 
 
+async def _quickstart(tell: Telling, asked: argparse.Namespace) -> None:
+    model = (await _job(asked)).model
+    await measure_quickstart(tell, model, kills=_KILLS_OF_A_QUICKSTART, seed=asked.seed)
+
+
+PARTS = {"torture": _torture, "cost": _cost, "quickstart": _quickstart}
+
+
 async def _job(asked: argparse.Namespace) -> Small:
     bench = Bench(quick=asked.quick)
     model = Path(asked.model) if asked.model else await models.warm(bench)
@@ -61,7 +70,7 @@ async def _job(asked: argparse.Namespace) -> Small:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="these alone")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these alone")
     parser.add_argument("--quick", action="store_true", help="few kills, and nothing is written to results/")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=7, help="of what is killed when")

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import psutil
@@ -45,7 +45,7 @@ trainer = {{ restarts = 100 }}
 trackers = []
 """
 _GONE_S = 30.0
-_END_S = 300.0
+_END_S = 1800.0
 
 
 @contextmanager
@@ -71,6 +71,19 @@ class Small:
     turn_tokens: int = 40
     unsafe: bool = False
 
+    @property
+    def root(self) -> str:
+        return "job"
+
+    @property
+    def whole_batches(self) -> int | None:
+        return self.groups
+
+    def begin(self, folder: Path) -> list[str]:
+        """Write its file; the arguments that start it."""
+        self.write(folder / "job.toml", folder / "run")
+        return ["train", str(folder / "job.toml")]
+
     def write(self, file: Path, run: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(self._content(run))
@@ -84,11 +97,30 @@ class Small:
         )  # fmt: skip
 
 
+class Job(Protocol):
+    """What is killed."""
+
+    @property
+    def root(self) -> str: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def whole_batches(self) -> int | None:
+        """Groups that each step learns from; None: as many as teach something."""
+        ...
+
+    def begin(self, folder: Path) -> list[str]:
+        """Prepare it in a folder; the arguments that start it in `folder`/run."""
+        ...
+
+
 @dataclass(slots=True)
 class Torture:
     """All jobs of one call."""
 
-    job: Small
+    job: Job
     dice: random.Random
     longest_s: float = 12.0
     """From one kill to the next, at most."""
@@ -104,18 +136,16 @@ class Torture:
 
     async def run_job(self, folder: Path, kills: int) -> None:
         """From its beginning to its end, with so many kills on the way, if it lasts that long."""
-        run, file = folder / "run", folder / "job.toml"
-        self.job.write(file, run)
-        began_s, arguments = anyio.current_time(), ["train", str(file)]
+        run, job = folder / "run", self.job
+        began_s, arguments = anyio.current_time(), job.begin(folder)
         goal = self.kills.total() + kills
         while not await self._lives(arguments, folder / "log", goal):
             # Where it died before it had begun, there is nothing to go on with.
-            if (run / "job.toml").is_file():
+            if (run / "journal.db").is_file():
                 arguments = ["resume", str(run)]
                 self.resumes += 1
         self.walls_s.append(anyio.current_time() - began_s)
-        job = self.job
-        self.audits.append(audit(run, "job", steps=job.steps, groups_per_step=job.groups))
+        self.audits.append(audit(run, job.root, steps=job.steps, groups_per_step=job.whole_batches))
         self.resumed += [event for event in events(run) if event["event"] == "Resumed"]
 
     async def _lives(self, arguments: list[str], log: Path, goal: int) -> bool:
@@ -150,8 +180,12 @@ class Torture:
         self.seen |= set(tree)
         return tree
 
-    def tell(self, tell: Tell) -> None:
+    def tell(self, say: Tell, prefix: str = "") -> None:
         """What became of all jobs, and what they have left."""
+
+        def tell(name: str, value: float, unit: str, target: str | None = None) -> None:
+            say(f"{prefix}{name}", value, unit, target)
+
         for part in self.parts:
             tell(f"kills_{part}", self.kills[part], "times")
         tell("kills", self.kills.total(), "times")

@@ -6,7 +6,7 @@
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from sostenuto.runtime.jobs.workshop import Premises, Say
 from sostenuto.runtime.journal import FactStated, Journal, read_journal
 from sostenuto.runtime.run_directory import RunDirectory
 from sostenuto.trainer.client import TrainerLost
+from sostenuto.trainer.retention import checkpoints
 from sostenuto.types import Version
 
 _JOB = "job "
@@ -62,7 +63,7 @@ class Careers:
         """Whether a job of this name has begun here."""
         await self._journal.flush()
         with read_journal(self._run.journal) as reader:
-            return f"{_JOB}{name}" in reader.facts()
+            return name in _roots(reader.facts(), self._run)
 
     async def past(self, job: RLJob, checkpoint: Path | None = None) -> Past:
         """Of a job of an earlier runtime."""
@@ -94,7 +95,7 @@ class Careers:
     def _past(self, job: RLJob, root: str | None, checkpoint: Path | None) -> Past:
         with read_journal(self._run.journal) as reader:
             facts = reader.facts()
-            root = root or _root(job, facts, self._run.path)
+            root = root or _root(job, facts, self._run)
             place = newest_checkpoint(self._run.checkpoints_of(root), job, checkpoint)
             return look_back(reader, root, job, place, facts)
 
@@ -103,8 +104,15 @@ def _given_up(error: TrainerLost, times: int) -> str:
     return f"{error}; it was started again {times} times, and is given up" if times else str(error)
 
 
-def _root(job: RLJob, facts: dict[str, str], run: Path) -> str:
-    known = {name.removeprefix(_JOB): root for name, root in facts.items() if name.startswith(_JOB)}
-    if job.name not in known:
-        raise ConfigError(f"resume: {run} has had no job {job.name!r}; {nearest(job.name, list(known))}")
-    return known[job.name]
+def _root(job: RLJob, facts: Mapping[str, str], run: RunDirectory) -> str:
+    roots = _roots(facts, run)
+    if job.name not in roots:
+        raise ConfigError(f"resume: {run.path} has had no job {job.name!r}; {nearest(job.name, list(roots))}")
+    return roots[job.name]
+
+
+def _roots(facts: Mapping[str, str], run: RunDirectory) -> dict[str, str]:
+    """By the name of a job.  Where the journal was lost, checkpoints are there still."""
+    saved = {folder.name: folder.name for folder in run.checkpoints.iterdir() if checkpoints(folder)}
+    begun = {name.removeprefix(_JOB): root for name, root in facts.items() if name.startswith(_JOB)}
+    return {**saved, **begun}
