@@ -72,6 +72,9 @@ _log = logging.getLogger(__name__)
 class TrainerLost(TrainerError):  # noqa: N818 - reads as the fact it states
     """The process has ended: whoever has a checkpoint may go on from it with another one."""
 
+    killed = False
+    """By a signal, so that it may do better the next time."""
+
 
 class TrainerClient:
     """Starts a trainer process with `threads` threads and speaks to it."""
@@ -279,7 +282,9 @@ class TrainerClient:
             await self._silent.wait()
         words = "\n".join(self._words) or "it said nothing"
         self._lost = f"exit code {self._process.returncode}; its last words:\n{words}"
-        return TrainerLost(f"the trainer process ended: {self._lost}")
+        lost = TrainerLost(f"the trainer process ended: {self._lost}")
+        lost.killed = (self._process.returncode or 0) < 0
+        return lost
 
     async def _listen(self) -> None:
         """Keep and log what the process says, until it has ended."""

@@ -15,7 +15,7 @@ import anyio
 from anyio import to_thread
 
 from sostenuto.errors import ConfigError, nearest
-from sostenuto.runtime.jobs.events import JobResult
+from sostenuto.runtime.jobs.events import JobEvent, JobResult, JobStarted
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.past import Past, look_back, newest_checkpoint
 from sostenuto.runtime.jobs.reinforce import reinforce
@@ -72,15 +72,21 @@ class Careers:
 
     async def go_on(self, job: RLJob, past: Past, say: Say) -> JobResult:
         """To its end, however often its trainer dies within bounds."""
-        premises, root, given = self._premises, past.root, job
+        premises, root, given, begun = self._premises, past.root, job, list[JobStarted]()
+
+        def note(event: JobEvent) -> None:
+            begun.extend([event] if isinstance(event, JobStarted) else [])
+            say(event)
+
         restarts, allowed, pause_s = list[float](), premises.config.trainer.restarts, _FIRST_PAUSE_S
         while True:
             try:
-                return await reinforce(job, premises, say, past)
+                return await reinforce(job, premises, note, past)
             except TrainerLost as error:
                 now_s = anyio.current_time()
                 restarts = [at_s for at_s in restarts if now_s - at_s < _COUNTED_S]
-                if len(restarts) >= allowed:
+                # What it ends with before it has begun does not change by trying.
+                if len(restarts) >= allowed or not (begun or error.killed):
                     raise TrainerLost(_given_up(error, len(restarts))) from error
                 _log.warning("%s: goes on from its last checkpoint: %s", root, error)
             restarts.append(now_s)
