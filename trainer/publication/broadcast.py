@@ -85,7 +85,7 @@ class BroadcastSender:
         self._callers: list[_Caller] = []
         self._expected = 1
         self._served: set[str] = set()
-        """Members that have the version."""
+        """Members that have the version, or are being sent it."""
         self._held: _Held | None = None
         self._spare: Tensor | None = None
         """Memory of the version before."""
@@ -189,19 +189,23 @@ class BroadcastSender:
         return None
 
     def _round(self, callers: Sequence[_Caller], held: _Held) -> None:
+        members = {caller.member for caller in callers}
+        with self._changed:
+            # Now, since they may have all of it, and ask for the next one, before this side knows.
+            if self._held is held:
+                self._served |= members
         try:
             group = self._seated(callers, held)
             content = held.content.to(group.device)
             for begin, end in buckets(held.manifest.nbytes, self._source.bucket_bytes):
                 group.broadcast(content[begin:end]).wait()
-            with self._changed:
-                if self._held is held:
-                    self._served |= {caller.member for caller in callers}
         except (RuntimeError, OSError) as error:
             # Who was waiting calls again, and does not wait for who is gone.
             self._group = None
             with self._changed:
-                self._expected = len(self._served) + max(len(callers) - 1, 1)
+                if self._held is held:
+                    self._served -= members
+                    self._expected = len(self._served) + max(len(callers) - 1, 1)
             _log.warning(
                 "publication: version %s: a round of %d engines failed: %s",
                 held.manifest.version, len(callers), error,
