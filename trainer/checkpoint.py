@@ -81,7 +81,10 @@ def save_checkpoint(
             seal(part)
     except (OSError, SafetensorError) as error:
         needed = sum(t.nbytes for t in tensors.values()) + weight_bytes(learner)
-        raise TrainerError(f"checkpoint {path}, about {needed} bytes needed: {error}") from error
+        raise TrainerError(
+            f"checkpoint {path}, about {needed} bytes needed: {error}; free some of the disk, the checkpoints "
+            "before are as they were"
+        ) from error
     retain(root, learner.settings.keep_checkpoints)
     return path
 
