@@ -82,8 +82,8 @@ def save_checkpoint(
     except (OSError, SafetensorError) as error:
         needed = sum(t.nbytes for t in tensors.values()) + weight_bytes(learner)
         raise TrainerError(
-            f"checkpoint {path}, about {needed} bytes needed: {error}; free some of the disk, the checkpoints "
-            "before are as they were"
+            f"checkpoint {path}, about {needed} bytes needed: {error}; free some of the disk, "
+            "those before it are as they were"
         ) from error
     retain(root, learner.settings.keep_checkpoints)
     return path
