@@ -8,9 +8,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import anyio
 import numpy as np
+import safetensors.torch
+from torch import Tensor
 
 from benchmarks.figure import Tell
 from benchmarks.publication_transfer import smollm2
@@ -48,12 +51,13 @@ async def _measure(tell: Tell, folder: Path, place: Path) -> None:
         full = await trainer.publish(Version(0, 1))
         elements = sum(entry.nbytes // 2 for entry in full.tensors)
         shares: list[float] = []
+        took_s: list[float] = []
         sizes: list[float] = []
         for step in range(_STEPS):
             await trainer.fit([_sample(step, number) for number in range(8)])
             began_s = time.perf_counter()
             manifest = await trainer.publish(Version(0, 2 + step))
-            published_s = time.perf_counter() - began_s
+            took_s.append(time.perf_counter() - began_s)
             assert manifest.delta is not None, "it was written in full"
             shares.append(manifest.delta.changed / elements)
             sizes.append((await anyio.Path(manifest.path).stat()).st_size / manifest.delta.changed)
@@ -62,7 +66,7 @@ async def _measure(tell: Tell, folder: Path, place: Path) -> None:
     tell("publication_delta_changed_share", max(shares), "")
     tell("publication_delta_bytes_per_changed_element", max(sizes), "bytes", "<= 6")
     tell("publication_delta_over_full_bytes", max(shares) * max(sizes) / 2, "")
-    tell("publication_delta_publish_s", published_s, "s")
+    tell("publication_delta_publish_s", min(took_s), "s")
 
 
 def _sample(step: int, number: int) -> Sample:
@@ -73,11 +77,8 @@ def _sample(step: int, number: int) -> Sample:
 
 def _wrong(manifest: Manifest, saved: Path) -> int:
     """Bytes of tensors that an engine would have otherwise than the checkpoint has them."""
-    from safetensors import safe_open
-
     wrong = 0
-    with safe_open(saved / "model.safetensors", "pt") as file:
-        for entry, content in contents(manifest):
-            held = as_bytes(file.get_tensor(entry.name))
-            wrong += int((held != content).sum())
+    held: dict[str, Tensor] = cast("Any", safetensors.torch).load_file(saved / "model.safetensors")
+    for entry, content in contents(manifest):
+        wrong += int((as_bytes(held[entry.name]) != content).sum())
     return wrong

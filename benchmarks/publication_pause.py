@@ -19,6 +19,7 @@ from sostenuto.trainer.publication.disk import DiskSender
 from sostenuto.trainer.publication.point_to_point import PointToPointSender
 from sostenuto.trainer.publication.sender import Sender
 from sostenuto.trainer.publication.shared_memory import SharedMemorySender
+from sostenuto.trainer.publication.snapshot import Named
 from sostenuto.types import EngineId, Version
 
 _REQUESTS = 4
@@ -28,10 +29,10 @@ _VERSIONS = 4
 def measure_pause(tell: Tell, *, quick: bool) -> None:
     folder = smollm2()
     if folder is not None and not quick:
-        anyio.run(_measure, tell, folder)
+        anyio.run(_measure, tell, folder, weights(quick=False))
 
 
-async def _measure(tell: Tell, folder: Path) -> None:
+async def _measure(tell: Tell, folder: Path, named: Named) -> None:
     with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as place:
         settings = EmbeddedSettings(
             model=folder, socket=Path(place) / "e.sock", kv_tokens=16384, concurrency=8, dtype="bfloat16"
@@ -47,16 +48,16 @@ async def _measure(tell: Tell, folder: Path) -> None:
             for name, sender in senders.items():
                 with closing(sender):
                     pauses = [
-                        await _pause(engine, sender, Version(0, number := number + 1))
+                        await _pause(engine, sender, named, Version(0, number := number + 1))
                         for _ in range(_VERSIONS)
                     ]
                 target = "<= 50" if name == "shared_memory" else None
                 tell(f"publication_{name}_activation_pause_ms", 1e3 * max(pauses), "ms", target)
 
 
-async def _pause(engine: EngineClient, sender: Sender, version: Version) -> float:
+async def _pause(engine: EngineClient, sender: Sender, named: Named, version: Version) -> float:
     """The longest that a request stood still."""
-    manifest = sender.publish(version, weights(quick=False))
+    manifest = sender.publish(version, named)
     pauses: list[float] = []
 
     async def turn(name: str) -> None:
@@ -69,5 +70,5 @@ async def _pause(engine: EngineClient, sender: Sender, version: Version) -> floa
         for index in range(_REQUESTS):
             group.start_soon(partial(turn, f"{version}-{index}"))
         await engine.prepare_update(manifest)
-        reply = await engine.commit_update(CommitRequest(version=str(version)))
-    return max(reply.pause_s, *pauses)
+        pauses.append((await engine.commit_update(CommitRequest(version=str(version)))).pause_s)
+    return max(pauses)

@@ -71,7 +71,8 @@ def weights(*, quick: bool) -> Named:
         shape = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}
         small = {"num_hidden_layers": 2, "hidden_size": 72, "intermediate_size": 128, "vocab_size": 512}
         heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
-        module = made.from_config(LlamaConfig(**(small if quick else shape), **heads))
+        config = cast("Any", LlamaConfig)(**(small if quick else shape), **heads)
+        module = made.from_config(config)
     state: dict[str, torch.Tensor] = module.to(torch.bfloat16).state_dict()
     return [(name, tensor.clone()) for name, tensor in unique_tensors(state)]
 
@@ -207,9 +208,12 @@ class _Run:
 
     def _to_all(self, manifest: Manifest) -> float:
         """Until the last one has everything."""
-        with ExitStack() as stack:
-            pool = stack.enter_context(ThreadPoolExecutor(len(self._sides)))
-            return max(pool.map(lambda side: side.ask(_asked(manifest))["transfer_s"], self._sides))
+
+        def one(side: Side) -> float:
+            return side.ask(_asked(manifest))["transfer_s"]
+
+        with ThreadPoolExecutor(len(self._sides)) as pool:
+            return max(pool.map(one, self._sides))
 
     def _turns(self, ours: Callable[[], T], raw: Callable[[], float]) -> tuple[list[T], list[float]]:
         """One after the other, several times; the first of each warms up."""

@@ -108,7 +108,7 @@ class PublicationSettings(Section):
     deadline_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     """How long one engine may keep the sender, and with broadcast the other engines, waiting."""
 
-    expected_change: float = Field(default=0.2, ge=0, le=1)
+    expected_change: float = Field(default=0.05, ge=0, le=1)
     """Share of the elements that a step changes, as far as auto is concerned."""
 
     engines: Receivers = Receivers()
