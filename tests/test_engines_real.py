@@ -11,7 +11,9 @@ import random
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
+from benchmarks.engine_suites import SMALL, make_model
 from benchmarks.figure import Figure
 
 from fakes_training import Parity, numbers
@@ -22,9 +24,14 @@ from sostenuto.runtime.engines.protocol import Engine
 from sostenuto.runtime.engines.wire import CommitRequest, GenerateRequest, Sampling
 from sostenuto.runtime.jobs.events import StepTrained
 from sostenuto.runtime.jobs.job import RLJob
+from sostenuto.runtime.jobs.teacher import Teacher
 from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.runtime import Runtime
-from sostenuto.trainer.algorithms import GRPO
+from sostenuto.trainer.algorithms import GRPO, OPD
+from sostenuto.trainer.client import TrainerClient
+from sostenuto.trainer.parts import Teaching
+from sostenuto.trainer.samples import trajectory_samples
+from sostenuto.trainer.settings import LearnerSettings
 from sostenuto.types import Limits, ProgramId, Purpose, Version
 
 REAL = json.loads(os.environ.get("SOSTENUTO_REAL_ENGINE", "{}"))
@@ -49,6 +56,43 @@ def tell(name: str, value: float, unit: str, target: str | None = None) -> None:
 
 def entry() -> EngineEntry:
     return EngineEntry(kind=REAL["kind"], url=REAL["url"], id="real")
+
+
+async def test_it_teaches_a_student_of_its_family(tmp_path: Path):
+    """Before anything is published to it: a teacher is taken to serve its own folder."""
+    model, student = Path(REAL["model"]), make_model(tmp_path / "student", 5, SMALL)
+    teaching = Teaching(signal="distribution", top_k=4)
+    teacher = Teacher(model=model, place="engine", engine=entry())
+    job = RLJob(
+        name="taught", env=Parity, model=student, tasks=numbers(8), steps=1, groups_per_step=2,
+        algorithm=OPD(group_size=2, teaching=teaching), limits=Limits(turns=2, turn_tokens=12),
+        save_every=10_000, teachers=(teacher,),
+    )  # fmt: skip
+    async with Runtime(RuntimeConfig(directory=tmp_path / "run")) as runtime:
+        handle = await runtime.submit(job)
+        (step,) = [event async for event in handle.events() if isinstance(event, StepTrained)]
+        assert (await handle.result()).ledger.closes
+    assert step.report.teacher_kl is not None
+    assert step.report.teacher_kl > 0
+    with read_journal(tmp_path / "run" / "journal.db") as reader:
+        records = [record for record in reader.trajectories(purpose=Purpose.TRAIN) if record.taught]
+    samples = [sample for record in records for sample in trajectory_samples(record, 0.0)]
+    async with TrainerClient() as trainer:
+        await trainer.open(model, LearnerSettings(), seed=1)
+        wanted = await trainer.logprobs(samples)
+    apart = [
+        np.abs(sample.extras["teacher"] - known)[sample.mask].max()
+        for sample, known in zip(samples, wanted, strict=True)
+    ]
+    for taught in (taught for record in records for taught in record.taught if taught):
+        assert taught.top_logprobs is not None
+        best = taught.top_logprobs[np.isfinite(taught.logprobs)]
+        assert best.shape[1] == 4
+        assert (np.diff(best, axis=1) <= 0).all()
+    tell("programs scored by a teacher", len(records), "programs", ">= 4")
+    worst = float(max(apart))
+    tell("a teacher's log-probabilities apart from the trainer's", worst, "nat", f"<= {TOLERANCE:g}")
+    assert worst <= TOLERANCE
 
 
 async def test_a_job_learns_from_it_and_publishes_its_weights_to_it(tmp_path: Path):
