@@ -1,9 +1,11 @@
 """Rewards that come after a program's end: of its group together, or late, on virtual time."""
 
+import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -18,12 +20,20 @@ from sostenuto.runtime.jobs.group_rewards import judge_of
 from sostenuto.runtime.jobs.job import RLJob, RolloutJob, Stragglers
 from sostenuto.runtime.jobs.late import AwaitedRewards
 from sostenuto.runtime.jobs.losses import NothingComes
+from sostenuto.runtime.jobs.openings import KeptGroup, Start
+from sostenuto.runtime.jobs.plan import plan_of
 from sostenuto.runtime.jobs.rewarding import GroupRewards, LateRewards
+from sostenuto.runtime.jobs.supply import GroupSupply
+from sostenuto.runtime.journal import Journal
+from sostenuto.runtime.ledger import Ledger
+from sostenuto.runtime.rollouts import Rollouts
 from sostenuto.tools.wire import Reward
 from sostenuto.trainer.algorithms import GRPO
-from sostenuto.types import CallId, Episode, ProgramId
+from sostenuto.trainer.lineage import NO_BRANCHES
+from sostenuto.types import CallId, Episode, GroupId, Outcome, OutcomeKind, ProgramId
 from test_supply import Course, Uneven, job
 from test_supply_members import Moody
+from trainer_world import V0, trajectory
 
 pytestmark = pytest.mark.looptime
 
@@ -137,6 +147,30 @@ async def test_a_judge_of_groups_that_does_not_answer_is_the_infrastructures_fai
     assert "no rewards within 10 s" in late
     assert outcomes[late] == 4
     assert outcomes["trained"] == 2 * 16
+
+
+@pytest.mark.parametrize("is_judged", [True, False])
+def test_finished_groups_of_a_job_that_was_cut_off_are_judged_anew_rather_than_learnt_from_unjudged(
+    is_judged: bool,
+):
+    rule = GroupRewards(by_place)
+    of = replace(job(staleness=1, steps=2), group_rewards=rule if is_judged else None)
+    judge = judge_of({"Counting": of.group_rewards}, FakeRenderer())
+    with closing(sqlite3.connect(":memory:")) as connection:
+        ledger, said = Ledger(), list[JobEvent]()
+        rollouts = Rollouts(cast("Any", None), ledger, Journal(connection))
+        supply = GroupSupply(plan_of(of), rollouts, lambda: V0, said.append, judge)
+        members = tuple(trajectory(f"old-{member}", float(member), group="old") for member in range(4))
+        for member in members:
+            ledger.submit(member.program_id)
+            ledger.end(member.program_id, Outcome(OutcomeKind.DROPPED, "job_over"))
+        programs = tuple(member.program_id for member in members)
+        group = KeptGroup(GroupId("old"), Start(0), programs, members)
+        assert supply.go_on(supply.state_dict(), NO_BRANCHES, [group]) == (0 if is_judged else 1)
+    # What was drawn for it comes again only where it was not kept.
+    outcomes = ledger.statistics().outcomes
+    assert outcomes == ({"dropped(group_rewards)": 4} if is_judged else {})
+    assert ledger.statistics().sealed == (0 if is_judged else 4)
 
 
 # ---- later ----

@@ -200,8 +200,10 @@ class GroupSupply:
         return len(kept)
 
     def _restore(self, group: KeptGroup, deployed: Version) -> tuple[DroppedProgram, ...]:
-        if group.fault:
-            return tuple(DroppedProgram(program_id, group.fault) for program_id in group.programs)
+        # What was told of a group together is not in the records of its members.
+        fault = group.fault or ("group_rewards" if self._judges else "")
+        if fault:
+            return tuple(DroppedProgram(program_id, fault) for program_id in group.programs)
         return self._buffer.restore(group.group_id, group.members, deployed, self._plan.max_staleness)
 
     def load_state_dict(self, state: Mapping[str, Any], there: Mapping[GroupId, Start] | None = None) -> None:
