@@ -345,7 +345,6 @@ class Shell(RuleBasedStateMachine):
                     self.loses_kv(program_id)
             self.feed(EngineLost(engine_id))
 
-    @precondition(lambda self: self.scheduler.gate.publishing is None)
     @rule(number=st.integers(0, 2), engine=ENGINES)
     def engine_comes(self, number: int, engine: Engine) -> None:
         engine_id = EngineId(f"e{number}")
