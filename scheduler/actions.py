@@ -55,6 +55,8 @@ class Prepared:
     footprint: Footprint
     turn_tokens: int
     """The most that the next turn can add."""
+    requires: Requirement | None = None
+    """From now on; None: as before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class ToolReturned:
     footprint: Footprint
     turn_tokens: int
     queued_s: float = 0.0
-    """Of the time since the tool was asked: waited for a turn at the tool."""
+    """Of the time since: waited for a turn at the tool."""
+    requires: Requirement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +144,7 @@ class EngineJoined:
     host_tokens_s: float = 0.0
     """Tokens a second that come back from the lower tier."""
     peers: str = ""
-    """Engines that say the same here are as fast as each other, unless something is wrong with one of them;
-    empty: it is compared with none."""
+    """Engines that say the same here should be as fast as each other; empty: it is compared with none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +223,7 @@ class ToolServerJoined:
 
 @dataclass(frozen=True, slots=True)
 class SandboxMoved:
-    """A sandbox stands on a rung, and how long getting there took.
-
-    Above the one that was asked for where it could not have come back from that as it was.
-    """
+    """A sandbox stands on the rung that was asked for, or above it where it could not have come back."""
 
     program_id: ProgramId
     rung: SandboxRung

@@ -8,7 +8,16 @@
 """
 
 from sostenuto.scheduler.acting import Foresight
-from sostenuto.scheduler.actions import Action, Decode, EndStale, Evict, Submitted, Unserved
+from sostenuto.scheduler.actions import (
+    Action,
+    Decode,
+    EndStale,
+    Evict,
+    Prepared,
+    Submitted,
+    ToolReturned,
+    Unserved,
+)
 from sostenuto.scheduler.books import Books
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.lifecycle import Move, Phase
@@ -68,6 +77,23 @@ class Versioned(Books):
         if program is not None and event.may_be_ended:
             program.slack = _slack(event.trainable_until, self.gate.deployed)
         return actions
+
+    def _on_prepared(self, program: Program, event: Prepared, now_s: float) -> None:
+        self._require(program, event.requires)
+        super()._on_prepared(program, event, now_s)
+
+    def _on_tool_returned(self, program: Program, event: ToolReturned, now_s: float) -> None:
+        self._require(program, event.requires)
+        super()._on_tool_returned(program, event, now_s)
+
+    def _require(self, program: Program, requires: Requirement | None) -> None:
+        if requires is None:
+            return
+        program.requires = requires
+        if requires is not ANY or program.pinned_to is not None:
+            self._particular[program.id] = program
+        else:
+            self._particular.pop(program.id, None)
 
     def _became_runnable(self, program: Program, now_s: float) -> None:
         if program.id not in self._particular or self._is_met(program):

@@ -14,6 +14,7 @@ from sostenuto.runtime.job_file import load_train_file
 from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.rendering.vocabulary import Vocabulary
+from sostenuto.scheduler.update_terms import UpdateTerms
 from sostenuto.types import Limits, Message, StopReason
 
 SECRET = "xyzzy-4711-plugh"
@@ -144,6 +145,12 @@ factory = "a:b"
         ("[trainer]\nthread = 3", "unknown key 'trainer.thread'; did you mean 'threads'"),
         ("[tool_server]\nhost = 3", "unknown key 'tool_server.host'; did you mean 'hosts'"),
         ("[scheduler]\nlive_program = 3", "'scheduler.live_program'; did you mean 'live_programs'"),
+        ("[at_update]\nmax_kv_ag = 3", "unknown key 'at_update.max_kv_ag'; did you mean 'max_kv_age'"),
+        (
+            "[at_update]\nquorum = 1.5",
+            "at_update: quorum is 1.5; give a number of engines from 1, or a share",
+        ),
+        ("[at_update]\nmax_kv_age = 2", "at_update: max_kv_age bounds KV that is kept, and none is"),
         ("[eval_tasks]\nfil = 'x'", "unknown key 'eval_tasks.fil'; did you mean 'file'"),
     ],
 )
@@ -154,3 +161,9 @@ def test_a_job_file_names_place_reason_and_the_nearest_key(tmp_path: Path, extra
         load_train_file(file)
     assert said in str(refused.value)
     assert str(file) in str(refused.value)
+
+
+def test_a_job_file_says_what_a_change_of_version_does(tmp_path: Path):
+    file = tmp_path / "job.toml"
+    file.write_text(f"{BASE}[at_update]\nrunning = 'abort'\nacting = 'keep'\nquorum = 2\ndeadline_s = 5\n")
+    assert load_train_file(file).at_update == UpdateTerms("abort", "keep", quorum=2, deadline_s=5.0)

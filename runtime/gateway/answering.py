@@ -1,7 +1,7 @@
 """From a call that was understood to the response of it, at once or as a stream."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import anyio
@@ -14,6 +14,7 @@ from sostenuto.runtime.gateway.identity import Identity
 from sostenuto.runtime.gateway.refusing import as_refused, dumped
 from sostenuto.runtime.gateway.sessions import Sessions
 from sostenuto.runtime.gateway.turn import Ask, Refused, Told
+from sostenuto.scheduler.requirements import Requirement
 from sostenuto.types import Purpose
 
 ID = web.RequestKey("id", str)
@@ -24,6 +25,7 @@ PROGRAM = "X-Sostenuto-Program"
 RECORD = "X-Sostenuto-Record"
 WAITED = "X-Sostenuto-Waited"
 VERSION = "X-Sostenuto-Version"
+REQUIRES = "X-Sostenuto-Requires"
 
 _UNREAD_S = 300.0
 """A client that reads nothing for so long has gone."""
@@ -38,6 +40,7 @@ class Answer:
     call: Call
     once: str
     join: bool
+    requires: Requirement | None = None
     program_id: str = ""
     told: list[Told] = field(default_factory=list[Told])
 
@@ -61,7 +64,7 @@ class Answer:
 
     async def _one(self, index: int, spans: Spans | None = None) -> Told:
         once = f"{index}/{self.once}" if self.once else ""
-        ask = self.call.asks[index]
+        ask = replace(self.call.asks[index], requires=self.requires)
         try:
             resident, told = await self.sessions.ask(
                 self.identity, ask, once=once, join=self.join, spans=spans

@@ -35,7 +35,8 @@ from sostenuto.scheduler.actions import (
     Unserved,
 )
 from sostenuto.scheduler.kv import Footprint
-from sostenuto.types import EngineId, ProgramId, Usage
+from sostenuto.scheduler.requirements import Requirement
+from sostenuto.types import EngineId, ProgramId, Usage, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ class Lane:
             entrance.place.hand_over(self._lost)
         self._acts_after: int | None = None
         """The turn after which it acts; None: it has no place, or has not decoded there."""
+        self._began: Version | None = None
+        """What sampled its first token."""
         self._engine_ids: set[EngineId] = set()
         self._released: anyio.Event | None = None
         """Set once the KV of the last place has been given back."""
@@ -120,7 +123,7 @@ class Lane:
             room = self._room(ask)
             try:
                 request = partial(self._request, ask, room, seed, hold=not is_last)
-                told = await self._sample(standing, room, request, spans)
+                told = await self._sample(standing, room, request, spans, ask.requires)
             except BaseException as error:
                 self.failure = error if isinstance(error, ProgramError) else None
                 self.close()
@@ -161,10 +164,11 @@ class Lane:
         room: int,
         request_of: Callable[[Decode], GenerateRequest],
         spans: Spans | None,
+        requires: Requirement | None,
     ) -> Told:
         around = self._home.around
         stream = TurnStream((lambda _, span: spans(span)) if spans else None, around.now_s)
-        await self._lack_engine(room)
+        await self._lack_engine(room, requires and requires.of(self._began))
         before = self._home.waits_of(self.id)
         while True:
             grant = await self._granted()
@@ -183,6 +187,8 @@ class Lane:
         ended_s = around.now_s()
         turns = [self.record.sampled(part, started_s=began_s, ended_s=ended_s) for part in parts]
         self.calls += 1
+        if self._began is None:
+            self._began = Version.parse(parts[0].versions[0].version) if parts[0].versions else None
         queued = Usage(prompt_tokens=len(request.token_ids), queue_s=sum(waited_s.values()))
         self.usage += sum(map(used_by, parts), queued)
         reply = joined(parts)
@@ -196,12 +202,12 @@ class Lane:
     def _report_turn(self, turn: int, tools: tuple[str, ...], reply: GenerateReply) -> None:
         self._home.around.report(TurnEnded(self.id, turn, self._footprint(), tools, cost_of(reply)))
 
-    async def _lack_engine(self, room: int) -> None:
+    async def _lack_engine(self, room: int, requires: Requirement | None) -> None:
         """Tell the scheduler that nothing is missing but an engine."""
         if self._place is not None and self._acts_after is not None:
             turn, self._acts_after = self._acts_after, None
             self.usage += Usage(tool_s=self._home.around.now_s() - self.used_s)
-            self._home.around.report(ToolReturned(self.id, turn, self._footprint(), room))
+            self._home.around.report(ToolReturned(self.id, turn, self._footprint(), room, requires=requires))
             return
         if not self._may_prepare:
             self.close()
@@ -212,7 +218,7 @@ class Lane:
             await self._place.grant()
         self._may_prepare = False
         self._home.around.prompts.add(self.id, self.record.token_ids)
-        self._home.around.report(Prepared(self.id, self._footprint(), room))
+        self._home.around.report(Prepared(self.id, self._footprint(), room, requires))
 
     async def _granted(self) -> Decode:
         assert self._place is not None

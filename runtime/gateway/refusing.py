@@ -5,7 +5,7 @@ import json
 from aiohttp import web
 from pydantic_core import to_json
 
-from sostenuto.errors import EngineError, Overloaded, ProgramError, SostenutoError
+from sostenuto.errors import EngineError, Overloaded, ProgramError, SostenutoError, VersionUnavailable
 from sostenuto.runtime.gateway.dialects.dialect import Json
 from sostenuto.runtime.gateway.turn import Refused
 
@@ -24,10 +24,17 @@ def as_refused(error: SostenutoError | web.HTTPException) -> Refused:
     if isinstance(error, web.HTTPException):
         return Refused(error.reason or "refused", status=error.status)
     if isinstance(error, Overloaded):
-        return Refused(str(error), status=429, code="over_capacity", retry_after_s=error.retry_after_s or 1.0)
+        return _later(error)
     if isinstance(error, EngineError):
         return _of_engine(error)
     return Refused(str(error), status=503 if isinstance(error, ProgramError) else 400)
+
+
+def _later(error: Overloaded) -> Refused:
+    retry_after_s = error.retry_after_s or 1.0
+    if isinstance(error, VersionUnavailable):
+        return Refused(str(error), status=409, code="version_unavailable", retry_after_s=retry_after_s)
+    return Refused(str(error), status=429, code="over_capacity", retry_after_s=retry_after_s)
 
 
 def _of_engine(error: EngineError) -> Refused:

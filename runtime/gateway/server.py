@@ -22,8 +22,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic_core import from_json
 
-from sostenuto.errors import SostenutoError
-from sostenuto.runtime.gateway.answering import ID, REQUEST_IDS, Answer, answered
+from sostenuto.errors import ConfigError, SostenutoError
+from sostenuto.runtime.gateway.answering import ID, REQUEST_IDS, REQUIRES, Answer, answered
 from sostenuto.runtime.gateway.dialects.dialect import Call, Dialect, Json, Served
 from sostenuto.runtime.gateway.identity import Identity, Strength, identify
 from sostenuto.runtime.gateway.keys import EVERYTHING, PREFIX, Grantee, Keys, Scope
@@ -32,6 +32,7 @@ from sostenuto.runtime.gateway.refusing import as_refused, json_reply, plain_err
 from sostenuto.runtime.gateway.replies import past_of
 from sostenuto.runtime.gateway.sessions import Sessions
 from sostenuto.runtime.gateway.turn import Refused
+from sostenuto.scheduler.requirements import Requirement
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _CLOSE_S = 2.0
@@ -114,7 +115,7 @@ class Gateway:
         identity = self._identity(request, grantee, body)
         call = self._in_role(self._chained(dialect.read(body, self.served), identity), body)
         once, join = _once(request, raw)
-        answer = Answer(self.sessions, identity, call, once=once, join=join)
+        answer = Answer(self.sessions, identity, call, once=once, join=join, requires=_required(request))
         try:
             return await answered(request, answer, dialect, self.served, keep_alive_s=self._keep_alive_s)
         finally:
@@ -240,6 +241,15 @@ def object_of(raw: bytes) -> Json:
     if not isinstance(value, dict):
         raise Refused(f"body: give a JSON object, not {type(value).__name__}", field="body")
     return cast("Json", value)
+
+
+def _required(request: web.Request) -> Requirement | None:
+    """Which versions the client takes."""
+    text = request.headers.get(REQUIRES)
+    try:
+        return None if text is None else Requirement.parse(text.strip())
+    except ConfigError as error:
+        raise Refused(f"{REQUIRES}: {error}", field=REQUIRES) from error
 
 
 def _once(request: web.Request, raw: bytes) -> tuple[str, bool]:

@@ -6,6 +6,7 @@ from enum import StrEnum
 from sostenuto.errors import SostenutoError
 from sostenuto.runtime.engines.wire import GenerateReply, Sampling
 from sostenuto.runtime.rendering.renderer import Turn
+from sostenuto.scheduler.requirements import Requirement
 from sostenuto.tools.wire import ToolSchema
 from sostenuto.types import Message, Version
 
@@ -34,6 +35,8 @@ class Ask:
     """Only calls with the same one share KV."""
     priority: int = 0
     """Among requests that wait in an engine, higher goes first."""
+    requires: Requirement | None = None
+    """Versions that may answer it; None: what its program requires."""
 
     def times(self, count: int) -> tuple["Ask", ...]:
         """So many choices.  Each has its own seed, as the noise depends on nothing else."""
