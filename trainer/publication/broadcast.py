@@ -70,9 +70,18 @@ class BroadcastSender:
     """Sends the versions of one trainer process."""
 
     def __init__(
-        self, host: str, *, gather_s: float, deadline_s: float, bucket_bytes: int = 16 << 20
+        self,
+        host: str,
+        *,
+        gather_s: float,
+        deadline_s: float,
+        expected: int = 1,
+        bucket_bytes: int = 16 << 20,
     ) -> None:
-        """`deadline_s`: how long one member may keep the others waiting."""
+        """`deadline_s`: how long one member may keep the others waiting.
+
+        `expected`: how many engines call for the first version.
+        """
         self._gather_s = gather_s
         self._deadline_s = deadline_s
         self._listener = Listener(host, self._called)
@@ -83,7 +92,7 @@ class BroadcastSender:
         self._store = Store(host)
         self._changed = threading.Condition()
         self._callers: list[_Caller] = []
-        self._expected = 1
+        self._expected = expected
         self._served: set[str] = set()
         """Members that have the version, or are being sent it."""
         self._held: _Held | None = None
@@ -115,7 +124,8 @@ class BroadcastSender:
         device = "cuda" if has_nccl() and all(tensor.is_cuda for _, tensor in named) else "cpu"
         with self._changed:
             self._held = _Held(manifest, content, device)
-            self._expected = max(len(self._served), 1)
+            if self._served:
+                self._expected = len(self._served)
             self._served = set()
         return manifest
 

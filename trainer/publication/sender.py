@@ -41,7 +41,10 @@ def open_sender(settings: PublicationSettings, ranks: Ranks = ALONE) -> Sender:
     if settings.transport == "point_to_point":
         return PointToPointSender(settings.host, deadline_s=settings.deadline_s, gather=ranks.gather)
     if settings.transport == "broadcast":
-        return BroadcastSender(settings.host, gather_s=settings.gather_s, deadline_s=settings.deadline_s)
+        return BroadcastSender(
+            settings.host, gather_s=settings.gather_s, deadline_s=settings.deadline_s,
+            expected=settings.engines.count,
+        )  # fmt: skip
     assert directory is not None, "the settings require one"
     if settings.transport == "disk_delta":
         return DiskDeltaSender(directory, keep=settings.keep, deltas=settings.deltas)
