@@ -42,7 +42,7 @@ def test_the_fastest_is_chosen():
 def test_an_estimate_is_the_sum_of_its_parts_by_the_bandwidths():
     found = {one.transport: one for one in estimates(FLEET, SPEED)}
     shared = found["shared_memory"]
-    assert (shared.conversion_s, shared.transfer_s, shared.apply_s) == (0.2, 0.25, 0.2)
+    assert (shared.conversion_s, shared.transfer_s, shared.apply_s) == (0.2, 0.35, 0.2)
     disk = found["disk"]
     assert (disk.conversion_s, disk.transfer_s, disk.apply_s) == pytest.approx((0.2, 1.2, 0.3))
     # Two turns of a tree for two engines; a conversion copies, too.
@@ -50,7 +50,7 @@ def test_an_estimate_is_the_sum_of_its_parts_by_the_bandwidths():
     assert (sent.conversion_s, sent.transfer_s) == pytest.approx((0.3, 2 / 3))
     assert found["point_to_point"].transfer_s == pytest.approx(1 / 3)
     assert [one.total_s for one in found.values()] == sorted(one.total_s for one in found.values())
-    assert str(shared) == "shared_memory 0.650 s (0.200 + 0.250 + 0.200)"
+    assert str(shared) == "shared_memory 0.750 s (0.200 + 0.350 + 0.200)"
 
 
 def test_more_engines_than_processors_take_turns():
@@ -81,7 +81,7 @@ def test_auto_says_what_it_has_chosen_with_its_numbers(tmp_path: Path, caplog: p
     found = resolved(settings, 10**9, measure=measured)
     assert found == settings.model_copy(update={"transport": "broadcast"})
     assert "broadcast is chosen for 1000.0 MB, 1 rank(s), 1 engine(s)" in caplog.text
-    assert "broadcast 0.933 s (0.300 + 0.333 + 0.300)" in caplog.text
+    assert "broadcast 0.833 s (0.300 + 0.333 + 0.200)" in caplog.text
     assert "checksum 5.00, shared memory 4.00, disk write 1.00" in caplog.text
     assert resolved(found, 1) is found
 

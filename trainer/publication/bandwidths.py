@@ -18,6 +18,7 @@ from sostenuto.trainer.publication.shared_memory import SHARED_MEMORY
 
 _BYTES = 32 << 20
 _REPEATS = 3
+_BUFFER_BYTES = 4 << 20
 
 
 def measure(directory: Path | None, host: str) -> Bandwidths:
@@ -77,6 +78,8 @@ def _network(host: str, source: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> f
     buffer = memoryview(bytearray(_BYTES))
     with listening(host) as listener, socket.create_connection(listener.getsockname()) as receiving:
         sending, _ = listener.accept()
+        for connection, option in ((sending, socket.SO_SNDBUF), (receiving, socket.SO_RCVBUF)):
+            connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
 
         def once() -> None:
             sender = threading.Thread(target=sending.sendall, args=(source.data,))

@@ -82,12 +82,10 @@ def estimates(fleet: Fleet, speed: Bandwidths) -> list[Estimate]:
 
 def _shared_memory(fleet: Fleet, speed: Bandwidths) -> Estimate:
     size = fleet.nbytes
-    copied = size if fleet.quantized else 0
+    # To map pages that are there takes about as long as to copy them.
+    mapped = _together(fleet) * size / speed.copy
     return Estimate(
-        "shared_memory",
-        size / speed.checksum,
-        size / speed.memory,
-        _together(fleet) * (size / speed.checksum + copied / speed.copy),
+        "shared_memory", size / speed.checksum, size / speed.memory + mapped, _in_place(fleet, speed)
     )
 
 
@@ -116,7 +114,7 @@ def _broadcast(fleet: Fleet, speed: Bandwidths) -> Estimate:
         "broadcast",
         size / speed.checksum + size / speed.copy,
         turns * size / speed.network,
-        _applied(fleet, speed),
+        _in_place(fleet, speed),
     )
 
 
@@ -127,8 +125,14 @@ def _point_to_point(fleet: Fleet, speed: Bandwidths) -> Estimate:
         "point_to_point",
         own / speed.checksum + own / speed.copy,
         fleet.nbytes * fleet.engines / lanes / speed.network,
-        _applied(fleet, speed),
+        _in_place(fleet, speed),
     )
+
+
+def _in_place(fleet: Fleet, speed: Bandwidths) -> float:
+    """Verified and served from where it has arrived, but for what is kept in few bits."""
+    copied = fleet.nbytes if fleet.quantized else 0
+    return _together(fleet) * (fleet.nbytes / speed.checksum + copied / speed.copy)
 
 
 def _applied(fleet: Fleet, speed: Bandwidths) -> float:
