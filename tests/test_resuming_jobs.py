@@ -78,17 +78,16 @@ async def finished(arguments: list[str]) -> None:
     await anyio.run_process([*CLI, *arguments], env={**os.environ, "PYTHONPATH": path}, stderr=None)
 
 
-async def test_a_job_that_is_killed_twice_learns_from_each_task_once(tmp_path: Path, model: Path):
+async def test_a_job_that_is_killed_and_moved_learns_from_each_task_once(tmp_path: Path, model: Path):
     run, file = tmp_path / "run", tmp_path / "job.toml"
     file.write_text(JOB_FILE.format(run=run, model=model, steps=STEPS))
     await killed(["train", str(file)], run, after_step(3))
     file.unlink()
-    await killed(["resume", str(run)], run, after_step(5))
     moved = tmp_path / "elsewhere"
     run.rename(moved)
     await finished(["resume", str(moved)])
     _assert_told(events(moved))
-    _assert_books(moved)
+    _assert_books(moved, epoch="1")
 
 
 async def test_a_job_survives_its_trainer_until_that_has_died_too_often(
@@ -134,9 +133,8 @@ def _assert_told(told: list[dict[str, Any]]) -> None:
     resumed = [event for event in told if event["event"] == "Resumed"]
     steps = [event for event in told if event["event"] == "StepTrained"]
     result = told[-1]
-    assert [event["job"] for event in resumed] == ["job.1", "job.2"]
+    assert [event["job"] for event in resumed] == ["job.1"]
     assert resumed[0]["step"] >= 2
-    assert resumed[1]["step"] >= 4
     versions = [Version.parse(event["version"]) for event in (*resumed, *steps, result)]
     assert Version.parse(steps[-1]["version"]) == Version.parse(result["version"]) == max(versions)
     numbers = [Version.parse(event["version"]).number for event in steps]
@@ -148,8 +146,8 @@ def _assert_told(told: list[dict[str, Any]]) -> None:
     ]  # fmt: skip
 
 
-def _assert_books(run: Path, *, steps: int = STEPS) -> None:
+def _assert_books(run: Path, *, steps: int = STEPS, epoch: str = "2") -> None:
     assert audit(run, "job", steps=steps, groups_per_step=2).faults() == {}
     with read_journal(run / "journal.db") as reader:
-        assert reader.facts()["epoch"] == "2"
+        assert reader.facts()["epoch"] == epoch
     assert len(checkpoints(run / "checkpoints" / "job")) == 3
