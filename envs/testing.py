@@ -70,8 +70,8 @@ class Trial:
         self.messages.append(Message("tool", result.content, name=name))
         return result
 
-    async def reward(self, answer: str = "", stop_reason: StopReason = StopReason.ANSWERED) -> float:
-        """End the conversation with `answer` and score it."""
+    async def reward(self, answer: str = "", stop_reason: StopReason = StopReason.ANSWERED) -> float | None:
+        """End the conversation with `answer` and score it; None: its reward is given later."""
         return (await self.verdict(answer, stop_reason)).value
 
     async def verdict(self, answer: str = "", stop_reason: StopReason = StopReason.ANSWERED) -> Verdict:

@@ -1,7 +1,7 @@
 """How a new version reaches the engines.  The gate in `scheduler/` decides; this carries it out."""
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -102,6 +102,7 @@ class Publishing:
         self._pending, began_s = pending, anyio.current_time()
         # Half a publication helps nobody; each of its parts has a deadline.
         with anyio.CancelScope(shield=True):
+            self._running.start_soon(self._watch, pending)
             self._feed(PublicationBegun(version, self._policy.terms))
             await pending.over.wait()
         self._pending = None
@@ -147,16 +148,15 @@ class Publishing:
             self.manifest = self._pending.manifest if opened else self.manifest
             self._pending.over.set()
 
-    @contextmanager
-    def _seen_through(self) -> Generator[None]:
-        """When the dispatcher ends in the block, whoever waits for the publication is told."""
+    async def _watch(self, pending: _Pending) -> None:
+        """When the dispatcher ends meanwhile, whoever waits for the publication is told."""
         try:
-            yield
+            await pending.over.wait()
         except anyio.get_cancelled_exc_class():
-            if self._pending:
-                self._pending.abandoned = True
-                self._pending.failures.append("the engines were let go meanwhile")
-                self._pending.over.set()
+            if not pending.over.is_set():
+                pending.abandoned = True
+                pending.failures.append("the engines were let go meanwhile")
+                pending.over.set()
             raise
 
     async def _stage(self, engine_id: EngineId, version: Version) -> None:
@@ -168,7 +168,7 @@ class Publishing:
             async with self._staging.setdefault(engine_id, anyio.Lock()):
                 if self._is_superseded(engine_id, version):
                     return
-                with self._seen_through(), anyio.fail_after(self._policy.stage_timeout_s):
+                with anyio.fail_after(self._policy.stage_timeout_s):
                     await self._engines[engine_id].prepare_update(pending.manifest)
         except (EngineError, TimeoutError) as error:
             reason = str(error) or f"staging took over {self._policy.stage_timeout_s:.0f} s"
@@ -195,8 +195,7 @@ class Publishing:
         engine_id, version = action.engine_id, action.version
         request = self._request(action)
         try:
-            with self._seen_through():
-                reply = await self._engines[engine_id].commit_update(request)
+            reply = await self._engines[engine_id].commit_update(request)
         except EngineError as error:
             self._feed(UpdateFailed(engine_id, version, str(error)))
             return

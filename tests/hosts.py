@@ -54,7 +54,9 @@ async def call(host: Host, program: str, name: str, **arguments: JsonValue) -> T
 async def score(host: Host, program: str, answer: str = "") -> float:
     episode = Episode((Message("assistant", answer),), StopReason.ANSWERED)
     request = RewardRequest(call_id="r", episode=episode, timeout_s=0.5)
-    return (await host.reward(ProgramId(program), request)).value
+    value = (await host.reward(ProgramId(program), request)).value
+    assert value is not None
+    return value
 
 
 async def until_gone(pid: int) -> None:

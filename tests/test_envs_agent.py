@@ -68,8 +68,8 @@ def test_an_agent_is_the_env_of_a_job_and_no_other_environment_is_an_agent(tmp_p
             return float(bool(episode.answer))
 
     tasks = [Riddle(question="?")]
-    assert so.EvalJob(env=two_turns, model=tmp_path, tasks=tasks).is_agent
-    assert not so.EvalJob(env=Other, model=tmp_path, tasks=tasks).is_agent
+    assert so.EvalJob(env=two_turns, model=tmp_path, tasks=tasks).agents
+    assert not so.EvalJob(env=Other, model=tmp_path, tasks=tasks).agents
 
 
 @with_pool

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from sostenuto.runtime.engines.embedded import shifted
+from sostenuto.runtime.engines.embedded.tensors import as_list
 
 NAME = "sostenuto_slots"
 
@@ -67,7 +68,7 @@ class Decode:
     def _alone(self) -> tuple[int, ...]:
         if self._ragged is not None or self.positions.device.type != "cpu":
             return ()
-        lengths: list[int] = (self.positions + 1).tolist()
+        lengths: list[int] = as_list(self.positions + 1)
         padded = self.longest * len(lengths)
         return tuple(lengths) if padded > _MOST_PADDING * sum(lengths) else ()
 
