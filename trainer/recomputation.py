@@ -15,6 +15,8 @@ import torch.utils.checkpoint
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sostenuto.trainer.heap import give_back_large_memory
+
 _checkpointing = cast("Any", torch.utils.checkpoint)
 
 Around = Callable[[], AbstractContextManager[None]]
@@ -28,6 +30,7 @@ class Recomputation:
         self.layers: tuple[nn.Module, ...] = tuple(layers)
         self.above_tokens: float = math.inf
         self._around: Around | None = None
+        self._on_cpu = all(weight.device.type == "cpu" for weight in module.parameters())
         for layer in layers:
             # The instance's own comes before its class's; module hooks stay outside, as FSDP needs them.
             vars(layer)["forward"] = partial(self._run, layer.forward)
@@ -36,6 +39,8 @@ class Recomputation:
     def of_pass(self, tokens: int, around: Around = nullcontext) -> Generator[None]:
         """A forward pass inside is of `tokens`; where it is computed again, that happens in `around`."""
         self._around = around if tokens > self.above_tokens else None
+        if self._around is not None and self._on_cpu:
+            give_back_large_memory()
         try:
             yield
         finally:
