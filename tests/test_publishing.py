@@ -28,12 +28,12 @@ async def test_a_publication_that_no_engine_works_on_ends_with_the_dispatcher(be
             await publishing.publish(MANIFEST)
         errors.append(str(caught.value))
 
+    publishing = Publishing({}, UpdatePolicy(), fed.append, running, cast("Any", None), Gate())
     with anyio.fail_after(5):
         async with anyio.create_task_group() as callers, running:
-            publishing = Publishing({}, UpdatePolicy(), fed.append, running, cast("Any", None), Gate())
             callers.start_soon(publish, publishing)
             await anyio.wait_all_tasks_blocked()
             running.cancel_scope.cancel()
+        await publishing.settled()
     assert [type(event) for event in fed] == [PublicationBegun]
     assert errors == ["version 0.1 could not be published: the engines were let go meanwhile"]
-    await publishing.settled()

@@ -361,6 +361,13 @@ def _has_tag(reference: str) -> bool:
     return ":" in reference.rpartition("/")[2] and "@" not in reference
 
 
+_SAID: dict[type[SandboxError], tuple[str, ...]] = {
+    # Podman says the latter two of a container that ends by itself at that moment.
+    Conflict: ("not paused", "already paused", "container state improper", "as it could not be stopped"),
+    Refused: ("cannot overwrite", "too many links", "too many levels of symbolic links", "file exists"),
+}
+
+
 @contextmanager
 def _errors(doing: str) -> Generator[None]:
     """Turns what the SDK and its HTTP library raise into errors of ours."""
@@ -372,10 +379,9 @@ def _errors(doing: str) -> Generator[None]:
         yield
     except errors.APIError as exc:
         said = str(exc.explanation or exc)[:_WORDS].strip()
-        if "not paused" in said or "already paused" in said:  # 500 of Docker
-            raise Conflict(f"{doing}: {said}") from exc
-        if "cannot overwrite" in said or "too many links" in said:
-            raise Refused(f"{doing}: {said}") from exc
+        for kind, words in _SAID.items():  # with 500
+            if any(each in said for each in words):
+                raise kind(f"{doing}: {said}") from exc
         kind = {400: Refused, 404: Missing, 409: Conflict}.get(exc.status_code or 0, SandboxError)
         raise kind(f"{doing}: {said}") from exc
     except (errors.DockerException, requests.RequestException, OSError, ValueError, KeyError) as exc:
