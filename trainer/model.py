@@ -8,7 +8,6 @@ Suffixes: N = tokens of all sequences, M = the positions asked for.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -25,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sostenuto.errors import ConfigError, RecordError, Unsupported
 from sostenuto.trainer import packing
 from sostenuto.trainer.head import Head
+from sostenuto.trainer.loading import load_folder
 from sostenuto.trainer.lora import Adapter
 from sostenuto.trainer.publication.snapshot import unique_tensors
 from sostenuto.trainer.quantization import Format, compute_with, fake_quantize, quantized_weights
@@ -289,21 +288,7 @@ def _load_module(directory: Path, dtype: str) -> PreTrainedModel:
         raise ConfigError(f"model {directory}: no config.json; a folder saved by transformers is needed")
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"model {directory}: no *.safetensors; save the model with safe serialization")
-    cast("Any", transformers).utils.logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            module, found = cast("Any", AutoModelForCausalLM).from_pretrained(
-                str(directory),
-                dtype=getattr(torch, dtype),
-                local_files_only=True,
-                output_loading_info=True,
-                # Reported below with the shapes, rather than raised without them.
-                ignore_mismatched_sizes=True,
-            )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"model {directory}: config.json and weights cannot be used: {error}") from error
-    wrong = {kind: sorted(found[kind]) for kind in ("missing_keys", "mismatched_keys") if found[kind]}
+    module, wrong = load_folder(AutoModelForCausalLM, directory, dtype)
     if wrong:
         raise ConfigError(f"model {directory}: weights do not fit config.json: {wrong}; save both again")
     return module

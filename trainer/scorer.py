@@ -1,14 +1,13 @@
 """A model that gives numbers for a whole text: sequence classification, or a value head of one output."""
 
-import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from sostenuto.errors import ConfigError, RecordError
+from sostenuto.trainer.loading import load_folder
 from sostenuto.trainer.reports import ScorerFacts
 
 
@@ -49,21 +48,8 @@ class Scorer:
 
 
 def _load(directory: Path, dtype: str) -> PreTrainedModel:
-    cast("Any", transformers).utils.logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            module, found = cast("Any", AutoModelForSequenceClassification).from_pretrained(
-                str(directory),
-                dtype=getattr(torch, dtype),
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"model {directory}: config.json and weights cannot be used: {error}") from error
+    module, wrong = load_folder(AutoModelForSequenceClassification, directory, dtype)
     # Its head would be drawn at random, and every reward with it.
-    wrong = {kind: sorted(found[kind]) for kind in ("missing_keys", "mismatched_keys") if found[kind]}
     if wrong:
         raise ConfigError(
             f"model {directory}: is no model of sequence classification: {wrong}; give one that was saved "
