@@ -113,11 +113,19 @@ class Walk:
         self._links += 1
         if self._links > _LINKS:
             raise PathError(f"{self._path!r} has more than {_LINKS} links")
-        target = os.readlink(part, dir_fd=self.here)
+        target = self._target(part)
         if target.startswith("/"):
             while len(self._fds) > 1:
                 self._up()
         self._todo = parts(target, self._path) + self._todo
+
+    def _target(self, part: str) -> str:
+        try:
+            return os.readlink(part, dir_fd=self.here)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:
+                raise
+            raise PathError(f"{self._path!r}: changed while it was opened") from exc
 
 
 def parts(path: str, named: str) -> list[str]:

@@ -20,6 +20,7 @@ from sostenuto.errors import PathError
 from sostenuto.sandbox import archives
 from sostenuto.sandbox.archives import Bound, pack, unpack
 from sostenuto.sandbox.protocol import Blueprint, SandboxLimits
+from sostenuto.sandbox.walk import Walk
 from sostenuto.sandbox.workspace import write_file
 
 each_backend = pytest.mark.parametrize("kind", ALL)
@@ -264,3 +265,17 @@ def _only_own(archive: bytes):
         for one in tar:
             content = tar.extractfile(one)
             assert content is None or content.read() == b"mine"
+
+
+def test_a_link_that_became_a_folder_meanwhile_is_refused(
+    workspace: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+):
+    folder, fd = workspace
+    (folder / "swapped").mkdir()
+
+    def was_a_link(_walk: object, part: str) -> bool:
+        return part == "swapped"
+
+    monkeypatch.setattr(Walk, "_is_link", was_a_link)
+    with pytest.raises(PathError, match="changed while it was opened"):
+        write_file(fd, "swapped/own", b"mine")

@@ -100,6 +100,8 @@ def _write(temporary: Path, path: Path, chunks: Chunks, nbytes: int, *, sync: bo
         descriptor = _create_locked(temporary)
         for offset, raw in chunks:
             _write_all(descriptor, raw, offset)
+        # What is empty at the end lies inside of the file, too.
+        os.truncate(descriptor, nbytes)
         if sync:
             os.fsync(descriptor)
         temporary.rename(path)
