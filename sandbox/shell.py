@@ -188,6 +188,8 @@ class PersistentShell:
     async def _recover(self, sink: HeadTail) -> None:
         with anyio.move_on_after(2 * _REPLY_S, shield=True) as scope:
             await self._end_command(sink)
+            # It is nobody's output now, and no part of that of the next command.
+            self._channel.drain(sink)
         if scope.cancelled_caught:
             raise SandboxError("a command could not be ended")
 

@@ -59,6 +59,8 @@ class ContainerShell:
         self._asked = False
         """Whether a shell was asked for that has not said so yet."""
         self._running: _Running | None = None
+        self._is_unread = False
+        """Whether what the last command printed may still be on its way: it was cancelled."""
         self._news: list[str] = []
         """Lines that came while another was waited for."""
         self._kills = 0
@@ -92,11 +94,14 @@ class ContainerShell:
         async with self._turn:
             if self._running is not None:  # the last one was cancelled twice
                 await self._recover(HeadTail(1024))
+            if self._is_unread:
+                await self._kills_until_now(HeadTail(1024))
             return await self._run(command, timeout_s, HeadTail(output_bytes))
 
     async def _run(self, command: str, timeout_s: float, sink: HeadTail) -> ShellResult:
         started_s = anyio.current_time()
         self._running = _Running(secrets.token_hex(16))
+        self._is_unread = True
         code: int | None = None
         try:
             with anyio.move_on_after(timeout_s):
@@ -132,6 +137,7 @@ class ContainerShell:
         with anyio.move_on_after(_REPLY_S):
             kills = int(await self._order("check", self._stream.mark, sink=sink, marked=True))
             await self._stream.drain(sink)
+            self._is_unread = False
             kills, self._kills = kills - self._kills, kills
             return kills
         raise SandboxError("the sandbox does not answer")
