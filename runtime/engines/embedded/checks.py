@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from sostenuto.runtime.engines.embedded.model import Model
 from sostenuto.runtime.engines.embedded.refusal import Refusal
 from sostenuto.runtime.engines.embedded.turn import Turn
-from sostenuto.runtime.engines.needs import missing
+from sostenuto.runtime.engines.needs import missing, unmet
 from sostenuto.runtime.engines.wire import Feature, GenerateRequest, ScoreRequest
 from sostenuto.types import Version
 
@@ -34,11 +34,12 @@ class Checks:
         if request.sampling.grammar is not None and request.sampling.stop_strings:
             message = "stop_strings: they would cut a text before its grammar is complete"
             raise Refusal(400, "stop_strings", message, "leave them out, or the grammar")
-        least, exact = request.min_version, request.exact_version
-        if least is not None and served < _version("min_version", least):
-            raise _not_served(f"min_version: {least} is wanted, {served} is served")
-        if exact is not None and served != _version("exact_version", exact):
-            raise _not_served(f"exact_version: {exact} is wanted, {served} is served")
+        for field, text in (("min_version", request.min_version), ("exact_version", request.exact_version)):
+            if text is not None:
+                _readable(field, text)
+        if (problem := unmet(request, served)) is not None:
+            remedy = "wait until the update is committed, or ask another engine"
+            raise Refusal(409, "version", problem, remedy)
         if any(turn.request.request_id == request.request_id for turn in known):
             message = f"request_id: {request.request_id!r} is running"
             raise Refusal(409, "request_id", message, "give each request an id of its own")
@@ -85,13 +86,9 @@ def _tokens(token_ids: list[int], *, below: int) -> None:
         raise Refusal(400, "token_ids", message, "use the tokenizer of the model folder")
 
 
-def _version(field: str, text: str) -> Version:
+def _readable(field: str, version: str) -> None:
     try:
-        return Version.parse(text)
+        Version.parse(version)
     except ValueError as exc:
-        message = f"{field}: {text!r} is not EPOCH.NUMBER"
+        message = f"{field}: {version!r} is not EPOCH.NUMBER"
         raise Refusal(400, field, message, "send it as '0.7'") from exc
-
-
-def _not_served(message: str) -> Refusal:
-    return Refusal(409, "version", message, "wait until the update is committed, or ask another engine")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sostenuto.errors import EngineError, VersionRefused
-from sostenuto.runtime.engines.needs import missing
+from sostenuto.runtime.engines.needs import missing, unmet
 from sostenuto.runtime.engines.sglang.bodies import is_truncated
 from sostenuto.runtime.engines.sglang.facts import Facts
 from sostenuto.runtime.engines.wire import Feature, GenerateReply, GenerateRequest, Sampling, ScoreRequest
@@ -57,15 +57,8 @@ class Checks:
             raise self.error(f"weight_version {label!r} is none of ours; {remedy}") from error
 
     def _wanted(self, request: GenerateRequest, served: str, remedy: str) -> None:
-        least, exact, found = request.min_version, request.exact_version, self.version(served)
-        if least is not None and found < self.version(least):
-            raise VersionRefused(
-                f"{self.where}: min_version: {least} is wanted, {served} is served; {remedy}"
-            )
-        if exact is not None and found != self.version(exact):
-            raise VersionRefused(
-                f"{self.where}: exact_version: {exact} is wanted, {served} is served; {remedy}"
-            )
+        if (problem := unmet(request, self.version(served))) is not None:
+            raise VersionRefused(f"{self.where}: {problem}; {remedy}")
 
     def error(self, what: str) -> EngineError:
         return EngineError(f"{self.where}: {what}")

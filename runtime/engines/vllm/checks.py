@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sostenuto.errors import EngineError, VersionRefused
-from sostenuto.runtime.engines.needs import missing
+from sostenuto.runtime.engines.needs import missing, unmet
 from sostenuto.runtime.engines.vllm.facts import UNLABELLED, Facts, Route
 from sostenuto.runtime.engines.wire import Feature, GenerateReply, GenerateRequest, ScoreRequest
 from sostenuto.types import Version
@@ -68,15 +68,8 @@ class Checks:
         return EngineError(f"{self.where}: {what}")
 
     def _wanted(self, request: GenerateRequest, served: str, remedy: str) -> None:
-        least, exact, found = request.min_version, request.exact_version, Version.parse(served)
-        if least is not None and found < Version.parse(least):
-            raise VersionRefused(
-                f"{self.where}: min_version: {least} is wanted, {served} is served; {remedy}"
-            )
-        if exact is not None and found != Version.parse(exact):
-            raise VersionRefused(
-                f"{self.where}: exact_version: {exact} is wanted, {served} is served; {remedy}"
-            )
+        if (problem := unmet(request, Version.parse(served))) is not None:
+            raise VersionRefused(f"{self.where}: {problem}; {remedy}")
 
     def _tokens(self, token_ids: list[int], facts: Facts) -> None:
         if not token_ids:

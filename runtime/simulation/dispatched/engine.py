@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from sostenuto.errors import EngineError, VersionRefused
+from sostenuto.runtime.engines.needs import unmet
 from sostenuto.runtime.engines.wire import (
     Capabilities,
     CommitReply,
@@ -114,12 +115,8 @@ class DispatchedEngine:
         return reply
 
     def _check(self, request: GenerateRequest) -> None:
-        served = self._engine.version
-        least, exact = request.min_version, request.exact_version
-        if (least is not None and served < Version.parse(least)) or (
-            exact is not None and served != Version.parse(exact)
-        ):
-            raise VersionRefused(f"engine {self._engine.id}: {exact or least} is wanted, {served} is served")
+        if (problem := unmet(request, self._engine.version)) is not None:
+            raise VersionRefused(f"engine {self._engine.id}: {problem}")
 
     def _reply(self, served: Served, ids: list[int], context: int) -> GenerateReply:
         prefilled = min(context, in_grains(served.prefilled_tokens, self._stage.grain))
