@@ -9,13 +9,12 @@ killed goes on with the next one where it can, and its sandbox then has what eac
 import json
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +26,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from pydantic import BaseModel, JsonValue
 
 from benchmarks.outside import command_of, is_running, orphan_groups
+from benchmarks.tools_journal import rows_of
 from sostenuto.envs.environment import Environment
 from sostenuto.envs.registry import environment_ref
 from sostenuto.envs.workspace import SandboxSpec
@@ -355,20 +355,12 @@ async def _settle(run: Torture) -> None:
     with anyio.fail_after(60):
         await run.up.wait()
         async with ToolServerClient(run.url, TOKEN, "watcher") as client:
-            while _rows(run.folder) or (await client.state()).programs:  # noqa: ASYNC110
+            while rows_of(run.folder) or (await client.state()).programs:  # noqa: ASYNC110
                 await anyio.sleep(0.1)
     run.look()
     run.ending = True
     assert run.server is not None
     run.server.terminate()
-
-
-def _rows(folder: Path) -> int:
-    """What the journal holds of programs, results, sandboxes and snapshots."""
-    tables = ("programs", "results", "sandboxes", "snapshots", "rests")
-    with closing(sqlite3.connect(folder / "state" / "journal.sqlite")) as connection:
-        counts = (connection.execute(f"SELECT count(*) FROM {table}").fetchone() for table in tables)
-        return sum(count for (count,) in counts)
 
 
 def _tell_all(tell: Tell, run: Torture) -> None:
@@ -395,7 +387,7 @@ def _tell_all(tell: Tell, run: Torture) -> None:
     tell("left_mounts", Path("/proc/self/mounts").read_text().count(str(run.folder)), "mounts", "== 0")
     tell("left_cgroups", len(orphan_groups(servers)), "groups", "== 0")
     tell("left_workspaces", len(list((run.folder / "sandboxes").iterdir())), "folders", "== 0")
-    tell("left_rows", _rows(run.folder), "rows", "== 0")
+    tell("left_rows", rows_of(run.folder), "rows", "== 0")
     if run.settings.get("sandbox") == "docker":
         daemon, label = Daemon(find_socket(None)), f"{ROOT}={run.folder / 'sandboxes'}"
         tell("left_containers", len(daemon.containers(label)), "containers", "== 0")

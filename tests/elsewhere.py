@@ -1,8 +1,6 @@
 """Fake servers as engines that run elsewhere, and what jobs need beside them."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from fakes_sglang import FakeSGLang
 from fakes_training import Parity, numbers
 from fakes_vllm import FakeVllm, fake_vllm
 from fakes_vllm_model import weights_of
+from real_jobs import build_weights
 from scripted import TINY, write_tokenizer_folder
 from sostenuto.runtime.config import EngineEntry
 from sostenuto.runtime.engine_view import EngineView
@@ -83,9 +82,7 @@ async def sglang(folder: Path, **settings: object) -> AsyncGenerator[Elsewhere]:
 
 def build_model(folder: Path) -> Path:
     write_tokenizer_folder(folder, TINY)
-    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return build_weights(folder)
 
 
 def with_other_weights(model: Path, folder: Path) -> Path:

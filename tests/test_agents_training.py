@@ -1,7 +1,5 @@
 """A whole job on an agent function, with a tiny real model: engine, trainer, tool server, gateway."""
 
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from runpy import run_path
@@ -9,6 +7,7 @@ from runpy import run_path
 import pytest
 
 from fakes_agents import questions, says_something_even
+from real_jobs import build_weights
 from scripted import TINY, children, write_tokenizer_folder
 from sostenuto.envs.registry import environment_ref, load_environment
 from sostenuto.envs.task import task_id
@@ -25,9 +24,7 @@ from sostenuto.types import Limits, Purpose, Version
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tokenizer_folder(tmp_path_factory.mktemp("model"), TINY)
-    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return build_weights(folder)
 
 
 async def test_a_job_trains_through_an_agent_function(tmp_path: Path, model: Path):

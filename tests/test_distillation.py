@@ -9,16 +9,14 @@ import pytest
 from pydantic import BaseModel
 
 from fakes_training import Number, Parity, numbers
+from real_jobs import train
 from scripted import TINY, children, write_tokenizer_folder
 from sostenuto.errors import ConfigError
-from sostenuto.records import Trajectory, validate
 from sostenuto.runtime.config import EngineEntry, RuntimeConfig, ToolServerSettings
 from sostenuto.runtime.job_file import load_train_file
-from sostenuto.runtime.jobs.events import StepTrained
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.phases import Phase
 from sostenuto.runtime.jobs.teacher import Teacher, assigned
-from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.runtime import Runtime
 from sostenuto.trainer.algorithms import GRPO, OPD, Algorithm, Reinforce
 from sostenuto.trainer.build import build
@@ -26,7 +24,7 @@ from sostenuto.trainer.client import TrainerClient
 from sostenuto.trainer.parts import Teaching
 from sostenuto.trainer.samples import trajectory_samples
 from sostenuto.trainer.settings import LearnerSettings
-from sostenuto.types import Limits, Purpose
+from sostenuto.types import Limits
 
 LIMITS = Limits(turns=2, turn_tokens=6)
 
@@ -49,22 +47,6 @@ def a_job(models: dict[str, Path], algorithm: Algorithm, *teachers: Teacher, **c
     return replace(job, **changes) if changes else job
 
 
-async def run(folder: Path, job: RLJob) -> tuple[list[StepTrained], list[Trajectory]]:
-    """Its steps, and what it was trained on."""
-    config = RuntimeConfig(directory=folder, tool_server=ToolServerSettings(unsafe=True))
-    async with Runtime(config) as runtime:
-        handle = await runtime.submit(job)
-        steps = [event async for event in handle.events() if isinstance(event, StepTrained)]
-        result = await handle.result()
-    assert result.ledger.closes
-    assert (result.ledger.running, result.ledger.sealed) == (0, 0)
-    with read_journal(folder / "journal.db") as reader:
-        records = list(reader.trajectories(purpose=Purpose.TRAIN))
-    for record in records:
-        validate(record)
-    return steps, records
-
-
 async def test_two_teachers_one_an_engine_and_one_in_the_trainer_each_for_its_own_tasks(
     tmp_path: Path, models: dict[str, Path]
 ):
@@ -74,7 +56,7 @@ async def test_two_teachers_one_an_engine_and_one_in_the_trainer_each_for_its_ow
         name="even", model=models["even"], tasks={"number": list(range(0, 16, 2))}, place="engine",
     )  # fmt: skip
     job = a_job(models, OPD(), even, Teacher(name="odd", model=models["odd"]))
-    steps, records = await run(tmp_path, job)
+    steps, records = await train(tmp_path, job)
     assert children() == before
     assert [step.report.samples for step in steps] == [4, 4]
     # Random models are far from each other.
@@ -99,7 +81,7 @@ async def test_whole_distributions_of_an_engine_over_its_likeliest_tokens_beside
     teaching = Teaching(signal="distribution", top_k=4, coefficient=0.5)
     algorithm = GRPO(group_size=2, zero_spread="keep", teaching=teaching)
     teacher = Teacher(model=models["even"], place="engine")
-    steps, records = await run(tmp_path, a_job(models, algorithm, teacher, steps=1))
+    steps, records = await train(tmp_path, a_job(models, algorithm, teacher, steps=1))
     (step,) = steps
     assert step.report.samples == 8
     assert step.report.teacher_kl is not None
@@ -133,7 +115,7 @@ async def test_a_teacher_first_and_then_rewards_in_one_job(tmp_path: Path, model
     job = a_job(
         models, OPD(group_size=4), Teacher(model=models["even"]), groups_per_step=2, phases=(rewards,),
     )  # fmt: skip
-    steps, records = await run(tmp_path, job)
+    steps, records = await train(tmp_path, job)
     taught, rewarded = steps
     assert taught.report.teacher_kl is not None
     assert rewarded.report.teacher_kl is None

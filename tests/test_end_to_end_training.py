@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -15,6 +14,7 @@ import pytest
 from anyio.abc import Process
 
 from fakes_training import Parity, numbers
+from real_jobs import build_weights
 from sandboxes import nothing_left
 from scripted import TINY, children, write_tokenizer_folder
 from sostenuto.errors import TrainerError
@@ -41,9 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((folder / "config.json").read_text())
     config["vocab_size"] += 40
     (folder / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return build_weights(folder)
 
 
 def a_job(model: Path, name: str, *, steps: int, max_staleness: int) -> RLJob:

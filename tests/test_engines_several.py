@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from fakes_training import Parity, numbers
+from real_jobs import build_weights
 from scripted import TINY, children, write_tokenizer_folder
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import EngineEntry, EngineSettings, RuntimeConfig
@@ -30,9 +31,7 @@ LIMITS = Limits(turns=2, turn_tokens=6)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tokenizer_folder(tmp_path_factory.mktemp("model"), TINY)
-    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return build_weights(folder)
 
 
 def engines_below() -> list[int]:

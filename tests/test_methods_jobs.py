@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fakes_training import Parity, ParityByTurn, numbers
+from real_jobs import build_weights
 from scripted import TINY, children, write_tokenizer_folder
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig
@@ -25,9 +24,7 @@ from sostenuto.types import Limits, Purpose
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tokenizer_folder(tmp_path_factory.mktemp("model"), TINY)
-    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return build_weights(folder)
 
 
 def a_job(model: Path, name: str, algorithm: Algorithm) -> RLJob:

@@ -2,8 +2,6 @@
 
 import math
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -15,6 +13,7 @@ import pytest
 
 from fakes import FakeRenderer
 from fakes_training import Number, Parity, ParityByTurn, numbers
+from real_jobs import build_weights
 from scripted import TINY, children, write_tokenizer_folder
 from sostenuto.envs.curriculum import Curriculum
 from sostenuto.envs.environment import Environment
@@ -111,9 +110,7 @@ async def test_each_has_its_curriculum_and_its_rewards_of_groups():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tokenizer_folder(tmp_path_factory.mktemp("model"), TINY)
-    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return build_weights(folder)
 
 
 async def test_a_job_trains_on_two_and_evaluates_each_apart(tmp_path: Path, model: Path):

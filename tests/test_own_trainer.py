@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fakes_training import Parity, numbers
+from real_jobs import build_weights
 from scripted import TINY, children, write_tokenizer_folder
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig, ToolServerSettings
@@ -34,9 +35,7 @@ print(json.dumps(rewards))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tokenizer_folder(tmp_path_factory.mktemp("model"), TINY)
-    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return build_weights(folder)
 
 
 def rewards_of(name: str, directory: Path) -> list[float]:

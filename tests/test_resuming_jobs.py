@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +16,7 @@ from benchmarks.outside import command_of
 from benchmarks.recovery_audit import audit, events
 
 from fakes_training import Parity, numbers
+from real_jobs import build_weights
 from scripted import TINY, write_tokenizer_folder
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig, TrainerProcessSettings
@@ -48,9 +48,7 @@ algorithm = {{ group_size = 2, zero_spread = "keep" }}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tokenizer_folder(tmp_path_factory.mktemp("model"), TINY)
-    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return build_weights(folder)
 
 
 def after_step(step: int) -> Callable[[list[dict[str, Any]]], bool]:

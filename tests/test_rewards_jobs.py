@@ -1,7 +1,5 @@
 """Rewards of whole jobs that come from elsewhere than `reward`, with a tiny real model."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import anyio
 import pytest
 
 from fakes_training import ParityLater, numbers
+from real_jobs import build_weights
 from scripted import TINY, children, write_tokenizer_folder
 from sostenuto.errors import ConfigError
 from sostenuto.runtime.config import RuntimeConfig
@@ -24,9 +23,7 @@ from sostenuto.types import Limits
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_tokenizer_folder(tmp_path_factory.mktemp("model"), TINY)
-    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return build_weights(folder)
 
 
 def by_length(members: Sequence[Finished]) -> list[float]:

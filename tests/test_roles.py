@@ -13,24 +13,22 @@ import pytest
 
 from fakes_agents import debates, questions
 from fakes_training import Parity, numbers
+from real_jobs import train
 from scripted import TINY, children, write_tokenizer_folder
 from sostenuto.errors import ConfigError
 from sostenuto.records import Producer, Trajectory, validate
-from sostenuto.runtime.config import EngineEntry, RuntimeConfig, ToolServerSettings
+from sostenuto.runtime.config import EngineEntry
 from sostenuto.runtime.job_file import load_train_file
-from sostenuto.runtime.jobs.events import StepTrained
 from sostenuto.runtime.jobs.job import EvalJob, RLJob
 from sostenuto.runtime.jobs.roles import Role
-from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.rendering.folder import ModelFolder
 from sostenuto.runtime.roles_opened import open_roles
-from sostenuto.runtime.runtime import Runtime
 from sostenuto.trainer.algorithms import GRPO
 from sostenuto.trainer.build import build
 from sostenuto.trainer.client import TrainerClient
 from sostenuto.trainer.samples import Sample, trajectory_samples
 from sostenuto.trainer.settings import LearnerSettings
-from sostenuto.types import Limits, Purpose
+from sostenuto.types import Limits
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +56,6 @@ def a_job(models: dict[str, Path], roles: tuple[Role, ...]) -> RLJob:
     )  # fmt: skip
 
 
-async def run(folder: Path, job: RLJob) -> tuple[list[StepTrained], list[Trajectory]]:
-    config = RuntimeConfig(directory=folder, tool_server=ToolServerSettings(unsafe=True))
-    async with Runtime(config) as runtime:
-        handle = await runtime.submit(job)
-        steps = [event async for event in handle.events() if isinstance(event, StepTrained)]
-        result = await handle.result()
-    assert result.ledger.closes
-    with read_journal(folder / "journal.db") as reader:
-        records = [t for t in reader.trajectories(purpose=Purpose.TRAIN) if t.reward is not None]
-    return steps, records
-
-
 async def logprobs(folder: Path, samples: list[Sample], temperature: float) -> list[np.ndarray]:
     async with TrainerClient() as trainer:
         await trainer.open(folder, LearnerSettings(), seed=1)
@@ -89,7 +75,8 @@ async def test_each_role_has_its_conversations_and_only_those_that_are_trained_h
     tmp_path: Path, models: dict[str, Path]
 ):
     before = children()
-    steps, records = await run(tmp_path, a_job(models, cast(models["rival"])))
+    steps, records = await train(tmp_path, a_job(models, cast(models["rival"])))
+    records = [record for record in records if record.reward is not None]
     assert children() == before
     assert len(records) >= 4
     for record in records:

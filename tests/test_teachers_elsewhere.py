@@ -17,18 +17,16 @@ import fakes_vllm_model
 from elsewhere import LIMITS, Elsewhere, Serve, build_model, vllm, with_other_weights
 from fakes_sglang import FakeSGLang
 from fakes_training import Parity, numbers
+from real_jobs import train
 from sostenuto.errors import SostenutoError
 from sostenuto.records import Trajectory, validate
 from sostenuto.runtime.config import RuntimeConfig, ToolServerSettings
-from sostenuto.runtime.jobs.events import StepTrained
 from sostenuto.runtime.jobs.job import RLJob
 from sostenuto.runtime.jobs.reward_model import RewardModel
 from sostenuto.runtime.jobs.teacher import Teacher
-from sostenuto.runtime.journal import read_journal
 from sostenuto.runtime.runtime import Runtime
 from sostenuto.trainer.algorithms import GRPO, OPD, Algorithm
 from sostenuto.trainer.parts import Teaching
-from sostenuto.types import Purpose
 
 
 @asynccontextmanager
@@ -64,18 +62,6 @@ def a_job(student: Path, algorithm: Algorithm, **more: object) -> RLJob:
     )  # fmt: skip
 
 
-async def run(folder: Path, job: RLJob) -> tuple[list[StepTrained], list[Trajectory]]:
-    config = RuntimeConfig(directory=folder, tool_server=ToolServerSettings(unsafe=True))
-    async with Runtime(config) as runtime:
-        handle = await runtime.submit(job)
-        steps = [event async for event in handle.events() if isinstance(event, StepTrained)]
-        result = await handle.result()
-    assert result.ledger.closes
-    with read_journal(folder / "journal.db") as reader:
-        records = [t for t in reader.trajectories(purpose=Purpose.TRAIN) if t.reward is not None]
-    return steps, records
-
-
 def assert_taught(record: Trajectory, there: Elsewhere, folder: Path, top_k: int) -> int:
     """What was said of each token is what the server finds in the student's own context; how many."""
     told = 0
@@ -108,7 +94,8 @@ async def test_a_student_is_taught_by_a_server_that_runs_already(
     async with serve(teacher) as there:
         master = Teacher(model=teacher, place="engine", engine=there.entry())
         job = a_job(student, OPD(group_size=2, teaching=teaching), teachers=(master,))
-        steps, records = await run(tmp_path, job)
+        steps, records = await train(tmp_path, job)
+        records = [record for record in records if record.reward is not None]
         assert len(records) >= 4
         for record in records:
             validate(record)
@@ -162,7 +149,8 @@ async def test_a_server_that_runs_already_says_how_good_an_answer_is(
             label=" yes", against=(" no",), weight=2.0, engine=there.entry(),
         )  # fmt: skip
         job = a_job(student, GRPO(group_size=2, zero_spread="keep"), reward_models=(fair,))
-        _, records = await run(tmp_path, job)
+        _, records = await train(tmp_path, job)
+        records = [record for record in records if record.reward is not None]
         assert len(records) >= 4
         wanted: set[float] = set()
         for number in range(8):

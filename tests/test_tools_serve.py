@@ -14,6 +14,7 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
+from real_jobs import build_weights
 from sandboxes import nothing_left, sandbox_root
 from scripted import ENGINE, TINY, ScriptedEngine, children, specs_of, turns_of, write_tokenizer_folder
 from sostenuto.envs.storeroom.demonstrations import demonstrate_in_full
@@ -143,9 +144,7 @@ async def test_a_token_that_is_not_there_is_asked_for(tmp_path: Path):
 def built(folder: Path) -> Path:
     """A tiny model with weights."""
     write_tokenizer_folder(folder, TINY)
-    command = [sys.executable, "-m", "sostenuto.trainer.build", "--folder", str(folder), "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return build_weights(folder)
 
 
 def certified(folder: Path) -> tuple[Path, Path]:
