@@ -19,7 +19,8 @@ from sostenuto.runtime.simulation.engine import SimulatedEngine
 from sostenuto.runtime.simulation.plan import Plan, PlannedTurn, Workload
 from sostenuto.runtime.simulation.profile import EngineProfile, FleetProfile
 from sostenuto.runtime.simulation.results import RunResult
-from sostenuto.scheduler.actions import Action, Event, Opened
+from sostenuto.scheduler.actions import Action, Opened
+from sostenuto.scheduler.events import Event
 from sostenuto.scheduler.gate import Gate
 from sostenuto.scheduler.kv import Segment
 from sostenuto.scheduler.scheduler import Scheduler

@@ -14,7 +14,8 @@ from sostenuto.runtime.simulation.profile import FleetProfile
 from sostenuto.runtime.simulation.profiles import load_profile
 from sostenuto.runtime.simulation.workloads import generate, working_set_tokens
 from sostenuto.runtime.simulation.world import simulate
-from sostenuto.scheduler.actions import Action, Event, Submitted
+from sostenuto.scheduler.actions import Action
+from sostenuto.scheduler.events import Event, Submitted
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import ProgramId

@@ -35,11 +35,8 @@ from sostenuto.scheduler.actions import (
     Action,
     Decode,
     EndStale,
-    EngineDraining,
-    Event,
     Evict,
     Expire,
-    Finished,
     MoveSandbox,
     Offload,
     PaceAction,
@@ -47,13 +44,18 @@ from sostenuto.scheduler.actions import (
     Probe,
     Recovered,
     Refuse,
-    SandboxMoved,
     Slowed,
+    TurnAway,
+    Unserved,
+)
+from sostenuto.scheduler.events import (
+    EngineDraining,
+    Event,
+    Finished,
+    SandboxMoved,
     Submitted,
     Tick,
     ToolServerJoined,
-    TurnAway,
-    Unserved,
 )
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.scheduler import Scheduler

@@ -29,19 +29,8 @@ from sostenuto.runtime.rendering.conversation import Conversation
 from sostenuto.runtime.rendering.renderer import Renderer, Turn
 from sostenuto.runtime.turn_costs import cost_of, queued_s_of, used_by
 from sostenuto.runtime.turn_stream import Generate, TurnSpans, TurnStream, unserved, versions_of
-from sostenuto.scheduler.actions import (
-    Answered,
-    Decode,
-    Event,
-    Interrupted,
-    Prepare,
-    Prepared,
-    Refuse,
-    ToolReturned,
-    TurnAway,
-    TurnEnded,
-    Unserved,
-)
+from sostenuto.scheduler.actions import Decode, Prepare, Refuse, TurnAway, Unserved
+from sostenuto.scheduler.events import Answered, Event, Interrupted, Prepared, ToolReturned, TurnEnded
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.tools.wire import Reward, ToolSchema
 from sostenuto.types import (

@@ -30,7 +30,7 @@ from sostenuto.runtime.engines.wire import (
     WireVersionSpan,
 )
 from sostenuto.runtime.turn_costs import cost_of
-from sostenuto.scheduler.actions import EngineJoined, EngineLoaded, EngineLost, Event, Probed
+from sostenuto.scheduler.events import EngineJoined, EngineLoaded, EngineLost, Event, Probed
 from sostenuto.scheduler.gate import Gate
 from sostenuto.types import EngineId, ProgramId, Version
 
@@ -194,6 +194,7 @@ class Fleet:
                 host_tokens=facts.lower_tokens,
                 host_tokens_s=facts.lower_tokens_s,
                 peers=f"{facts.kind} {facts.dtype} {facts.threads}",
+                tells_kv_age=Feature.KV_AGE in facts.features,
             )
         )
         return facts

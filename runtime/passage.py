@@ -9,7 +9,7 @@ from sostenuto.runtime.fresh_turn import FreshTurn
 from sostenuto.runtime.place import Mail
 from sostenuto.runtime.program import ProgramSpec, Timeouts
 from sostenuto.runtime.turn_stream import TurnSpans
-from sostenuto.scheduler.actions import SandboxClaim, Submitted
+from sostenuto.scheduler.events import SandboxClaim, Submitted
 from sostenuto.types import Outcome, OutcomeKind, StopReason
 
 STALE = "stale"

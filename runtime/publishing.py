@@ -11,22 +11,18 @@ from anyio.abc import TaskGroup
 
 from sostenuto.errors import EngineError
 from sostenuto.runtime.engines.protocol import Engine
-from sostenuto.runtime.engines.wire import CommitReply, CommitRequest, Feature
+from sostenuto.runtime.engines.wire import CommitReply, CommitRequest
 from sostenuto.runtime.fleet import Fleet
 from sostenuto.scheduler.actions import (
     CommitUpdate,
-    Event,
     Interrupt,
     Opened,
-    PublicationBegun,
     PublicationFailed,
     Quarantine,
     StageUpdate,
     UpdateAction,
-    UpdateCommitted,
-    UpdateFailed,
-    UpdateStaged,
 )
+from sostenuto.scheduler.events import Event, PublicationBegun, UpdateCommitted, UpdateFailed, UpdateStaged
 from sostenuto.scheduler.gate import EngineState, Gate
 from sostenuto.scheduler.update_terms import DEFAULT, UpdateTerms
 from sostenuto.trainer.publication.manifest import Manifest
@@ -90,8 +86,6 @@ class Publishing:
         self._fleet = fleet
         self._gate = gate
         self._staging: dict[EngineId, anyio.Lock] = {}
-        self._kv_since: dict[EngineId, Version] = {}
-        """Since when KV of an engine that does not tell its age has been kept."""
         self._pending: _Pending | None = None
         self.manifest: Manifest | None = None
         """Of what is deployed; None until something was published."""
@@ -202,24 +196,14 @@ class Publishing:
         if self._pending:
             self._pending.commits.append(reply)
         drops = request.held == "drop"
-        if drops:
-            self._kv_since[engine_id] = version
         dropped = tuple(ProgramId(name) for name in reply.dropped)
         self._feed(UpdateCommitted(engine_id, version, dropped_kv=drops, dropped=dropped))
 
     def _request(self, action: CommitUpdate) -> CommitRequest:
-        terms = self._policy.terms
-        keeps = terms.acting == "keep"
+        terms, oldest = self._policy.terms, action.oldest_kv
+        keeps = terms.acting == "keep" and not action.drops_kv
         # What finish and abort leave running has had its time.
-        continues = terms.running == "continue" or (terms.holds_back and keeps)
-        oldest = action.oldest_kv
-        served = self._gate.version(action.engine_id) or action.version
-        since = self._kv_since.setdefault(action.engine_id, served)
-        seen = self._fleet.seen(action.engine_id)
-        if oldest is not None and (seen is None or Feature.KV_AGE not in seen.facts.features):
-            if since < oldest:
-                keeps = continues = False
-            oldest = None
+        continues = (terms.running == "continue" and not action.drops_kv) or (terms.holds_back and keeps)
         return CommitRequest(
             version=str(action.version),
             running="continue" if continues else "recompute",

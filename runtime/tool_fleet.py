@@ -19,7 +19,7 @@ from sostenuto.errors import SandboxError, SostenutoError, ToolServerError, lone
 from sostenuto.runtime.tool_keeper import Link, ToolKeeper
 from sostenuto.runtime.tool_place import Place, best, key_of
 from sostenuto.runtime.tool_stays import RETURN_S, Stay
-from sostenuto.scheduler.actions import ToolServerJoined
+from sostenuto.scheduler.events import ToolServerJoined
 from sostenuto.tools.wire import EnvironmentRef, Moved, Prepared, ProgramState, Reward
 from sostenuto.types import CallId, Episode, ProgramId, SandboxRung, ToolCall, ToolResult
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from sostenuto.runtime.engines.wire import GenerateReply
-from sostenuto.scheduler.actions import TurnCost
+from sostenuto.scheduler.events import TurnCost
 from sostenuto.types import ToolResult, Usage
 
 

@@ -6,8 +6,8 @@ Nothing is decided here: `Scheduler` adds that.
 from collections.abc import Iterable
 
 from sostenuto.scheduler.acting import Acting, ActingByTool, ActingForeseen, Foresight
-from sostenuto.scheduler.actions import (
-    Action,
+from sostenuto.scheduler.actions import Action
+from sostenuto.scheduler.events import (
     EngineDraining,
     EngineJoined,
     EngineLoaded,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
-from sostenuto.scheduler.actions import EngineJoined
+from sostenuto.scheduler.events import EngineJoined
 from sostenuto.scheduler.kv import KvLedger
 from sostenuto.types import EngineId, ProgramId
 

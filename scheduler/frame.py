@@ -9,20 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from sostenuto.scheduler.actions import (
-    Action,
+from sostenuto.scheduler.actions import Action, Decode, Expire, Prepare, TurnAway
+from sostenuto.scheduler.events import (
     Answered,
-    Decode,
     EngineDraining,
     EngineJoined,
     EngineLoaded,
     EngineLost,
     Event,
-    Expire,
     Finished,
     Heard,
     Interrupted,
-    Prepare,
     Prepared,
     ProgramEvent,
     PublicationBegun,
@@ -31,7 +28,6 @@ from sostenuto.scheduler.actions import (
     Tick,
     ToolReturned,
     ToolServerJoined,
-    TurnAway,
     TurnEnded,
     UpdateCommitted,
     UpdateFailed,
@@ -314,7 +310,7 @@ class Frame(Updates):
         actions: list[Action] = []
         if event.engine_id in self._engines:
             actions += self._on_engine_lost(EngineLost(event.engine_id), now_s)
-        actions += self.gate.join(event.engine_id, event.version)
+        actions += self.gate.join(event.engine_id, event.version, tells_kv_age=event.tells_kv_age)
         self._engines[event.engine_id] = self._new_seat(event)
         return actions
 

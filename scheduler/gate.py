@@ -64,6 +64,9 @@ class _Member:
     target: Version | None = None
     """What it takes in, or took in last."""
     finish_by_s: float = _NEVER
+    tells_kv_age: bool = True
+    kv_since: Version | None = None
+    """Of an engine that does not tell its age: the oldest that its KV can be of."""
     is_late: bool = False
     """The version that it takes in opens, or has opened, without it."""
     closed: str = ""
@@ -167,7 +170,7 @@ class Gate:
 
     # ---- what happens to engines ----
 
-    def join(self, engine_id: EngineId, version: Version) -> list[Action]:
+    def join(self, engine_id: EngineId, version: Version, *, tells_kv_age: bool = True) -> list[Action]:
         """An engine serves `version`, verified.
 
         The first engine of a fleet, and the first after none was left that serves, sets what is deployed.
@@ -177,7 +180,7 @@ class Gate:
         if self.deployed is not None and version < self.deployed:
             raise InvalidTransition(f"{engine_id} joins with {version}, deployed is {self.deployed}")
         others = [other for id_, other in self._members.items() if id_ != engine_id]
-        self._members[engine_id] = member = _Member(version)
+        self._members[engine_id] = member = _Member(version, tells_kv_age=tells_kv_age, kv_since=version)
         self.revision += 1
         alone = self._pending is None and all(m.verified is None for m in others)
         if self.deployed is None or (alone and version > self.deployed):
@@ -219,11 +222,12 @@ class Gate:
             return self._swap(engine_id, member)
         return self._progress()
 
-    def committed(self, engine_id: EngineId, version: Version) -> list[Action]:
+    def committed(self, engine_id: EngineId, version: Version, *, dropped_kv: bool = False) -> list[Action]:
         if not self._expects(engine_id, version, EngineState.COMMITTING):
             return []
         member = self._members[engine_id]
         member.verified, member.failure = version, ""
+        member.kv_since = version if dropped_kv else member.kv_since
         member.state = EngineState.READY if version == self._pending else EngineState.SERVING
         member.is_late = member.is_late and version == self._pending
         self.revision += 1
@@ -330,7 +334,11 @@ class Gate:
         assert member.target is not None
         member.state = EngineState.COMMITTING
         self.revision += 1
-        return CommitUpdate(engine_id, member.target, self._oldest_kv(member.target))
+        oldest = self._oldest_kv(member.target)
+        if member.tells_kv_age or oldest is None:
+            return CommitUpdate(engine_id, member.target, oldest)
+        may_be_too_old = member.kv_since is None or member.kv_since < oldest
+        return CommitUpdate(engine_id, member.target, drops_kv=may_be_too_old)
 
     def _oldest_kv(self, version: Version) -> Version | None:
         """The oldest version whose KV is still used under `version`; None: any."""

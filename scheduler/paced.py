@@ -6,16 +6,8 @@ fit nowhere else.
 """
 
 from sostenuto.scheduler.acting import Foresight
-from sostenuto.scheduler.actions import (
-    Action,
-    EngineJoined,
-    EngineLost,
-    Probe,
-    Probed,
-    Recovered,
-    Slowed,
-    TurnEnded,
-)
+from sostenuto.scheduler.actions import Action, Probe, Recovered, Slowed
+from sostenuto.scheduler.events import EngineJoined, EngineLost, Probed, TurnEnded
 from sostenuto.scheduler.program import Program
 from sostenuto.scheduler.seat import Seat
 from sostenuto.scheduler.settings import SchedulerSettings

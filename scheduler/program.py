@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from sostenuto.scheduler.actions import NO_CLAIM, SandboxClaim, Submitted
+from sostenuto.scheduler.events import NO_CLAIM, SandboxClaim, Submitted
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.scheduler.lifecycle import Phase

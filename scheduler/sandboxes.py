@@ -10,7 +10,7 @@ SNAPSHOTTED   -       -    yes   no process either; coming back takes longest
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sostenuto.scheduler.actions import SandboxClaim, ToolServerJoined
+from sostenuto.scheduler.events import SandboxClaim, ToolServerJoined
 from sostenuto.scheduler.program import Program
 from sostenuto.types import ProgramId, SandboxRung
 

@@ -11,13 +11,7 @@
 
 from collections.abc import Iterable
 
-from sostenuto.scheduler.actions import (
-    Action,
-    Evict,
-    MoveSandbox,
-    Offload,
-    Refuse,
-)
+from sostenuto.scheduler.actions import Action, Evict, MoveSandbox, Offload, Refuse
 from sostenuto.scheduler.lifecycle import Move
 from sostenuto.scheduler.order import FIRST, Key
 from sostenuto.scheduler.paced import Paced

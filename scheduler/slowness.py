@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
-from sostenuto.scheduler.actions import TurnCost
+from sostenuto.scheduler.events import TurnCost
 from sostenuto.types import EngineId
 
 SLOW, FINE = 3.0, 1.5

@@ -3,10 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from sostenuto.scheduler.actions import (
-    Action,
+from sostenuto.scheduler.actions import Action, Evict
+from sostenuto.scheduler.events import (
     EngineDraining,
-    Evict,
     PublicationBegun,
     UpdateCommitted,
     UpdateFailed,
@@ -56,7 +55,7 @@ class Updates(ABC):
             elif event.dropped and (seat := self._engines.get(event.engine_id)) is not None:
                 dropped = frozenset(event.dropped)
                 self._take_from((p for p in self._held_on(seat) if p.id in dropped), Move.EVICT, now_s)
-        return self.gate.committed(event.engine_id, event.version)
+        return self.gate.committed(event.engine_id, event.version, dropped_kv=event.dropped_kv)
 
     def _on_update_failed(self, event: UpdateFailed, now_s: float) -> list[Action]:
         del now_s

@@ -8,17 +8,9 @@
 """
 
 from sostenuto.scheduler.acting import Foresight
-from sostenuto.scheduler.actions import (
-    Action,
-    Decode,
-    EndStale,
-    Evict,
-    Prepared,
-    Submitted,
-    ToolReturned,
-    Unserved,
-)
+from sostenuto.scheduler.actions import Action, Decode, EndStale, Evict, Unserved
 from sostenuto.scheduler.books import Books
+from sostenuto.scheduler.events import Prepared, Submitted, ToolReturned
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.lifecycle import Move, Phase
 from sostenuto.scheduler.program import NEVER, Program, Reason

@@ -1,12 +1,10 @@
 """A shell that feeds one policy events by hand and remembers what it was told."""
 
-from sostenuto.scheduler.actions import (
-    Action,
+from sostenuto.scheduler.actions import Action, Decode, Prepare
+from sostenuto.scheduler.events import (
     Answered,
-    Decode,
     EngineJoined,
     Event,
-    Prepare,
     Prepared,
     Submitted,
     Tick,

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from sostenuto.scheduler.actions import (
-    Action,
-    Decode,
+from sostenuto.scheduler.actions import Action, Decode
+from sostenuto.scheduler.events import (
     EngineJoined,
     EngineLoaded,
     Event,

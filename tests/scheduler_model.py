@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from sostenuto.scheduler.actions import EngineJoined
+from sostenuto.scheduler.events import EngineJoined
 from sostenuto.scheduler.kv import Footprint, Segment
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.requirements import ANY, Requirement

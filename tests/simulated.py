@@ -7,7 +7,7 @@ from sostenuto.runtime.simulation.engine import Request, Served, SimulatedEngine
 from sostenuto.runtime.simulation.plan import Plan, PlannedTurn, Workload
 from sostenuto.runtime.simulation.profile import EngineProfile
 from sostenuto.runtime.simulation.profiles import load_profile
-from sostenuto.scheduler.actions import NO_CLAIM, SandboxClaim
+from sostenuto.scheduler.events import NO_CLAIM, SandboxClaim
 from sostenuto.scheduler.kv import Segment
 from sostenuto.types import EngineId, GroupId, ProgramId
 

@@ -4,19 +4,12 @@ import pytest
 
 from baseline_world import Hand, decoded
 from sostenuto.errors import ConfigError
-from sostenuto.scheduler.actions import (
-    EngineLoaded,
-    EngineLost,
-    Evict,
-    Offload,
-    PublicationBegun,
-    TurnCost,
-    UpdateFailed,
-)
+from sostenuto.scheduler.actions import Evict, Offload
 from sostenuto.scheduler.baselines.aimd import Aimd
 from sostenuto.scheduler.baselines.autellix import Las
 from sostenuto.scheduler.baselines.continuum import Continuum, Predictability, best_ttl_s
 from sostenuto.scheduler.baselines.infercept import InferCept
+from sostenuto.scheduler.events import EngineLoaded, EngineLost, PublicationBegun, TurnCost, UpdateFailed
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.policies import make_policy

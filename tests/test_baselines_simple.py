@@ -4,15 +4,10 @@ import pytest
 
 from baseline_world import Hand, decoded
 from sostenuto.errors import ConfigError
-from sostenuto.scheduler.actions import (
-    EngineJoined,
-    EngineLost,
-    PublicationBegun,
-    Refuse,
-    UpdateFailed,
-)
+from sostenuto.scheduler.actions import Refuse
 from sostenuto.scheduler.baselines.fixed_cap import FixedCap
 from sostenuto.scheduler.baselines.request_level import RequestHash, RequestRoundRobin, RequestSticky
+from sostenuto.scheduler.events import EngineJoined, EngineLost, PublicationBegun, UpdateFailed
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.policies import POLICIES, make_policy

@@ -11,10 +11,11 @@ from sostenuto.runtime.simulation.profile import EngineProfile, FleetProfile
 from sostenuto.runtime.simulation.results import RunResult
 from sostenuto.runtime.simulation.workloads import generate, working_set_tokens
 from sostenuto.runtime.simulation.world import simulate
-from sostenuto.scheduler.actions import Action, Event, Offload
+from sostenuto.scheduler.actions import Action, Offload
 from sostenuto.scheduler.baselines.infercept import InferCept
 from sostenuto.scheduler.baselines.thunderagent import ThunderAgent
 from sostenuto.scheduler.baselines.thunderagent_accounts import Account, Node
+from sostenuto.scheduler.events import Event
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.policies import POLICIES, make_policy
 from sostenuto.types import GroupId, ProgramId

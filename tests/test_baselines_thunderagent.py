@@ -1,9 +1,10 @@
 """ThunderAgent does what it is published to do, faults included."""
 
 from baseline_world import Hand, decoded
-from sostenuto.scheduler.actions import EngineLost, Evict, Refuse
+from sostenuto.scheduler.actions import Evict, Refuse
 from sostenuto.scheduler.baselines.thunderagent import ThunderAgent
 from sostenuto.scheduler.baselines.thunderagent_paper import ThunderAgentPaper
+from sostenuto.scheduler.events import EngineLost
 from sostenuto.scheduler.kv import Segment
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.program import Reason

@@ -12,17 +12,9 @@ from sostenuto.records import Trajectory
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.engines.wire import Capabilities, GenerateReply, GenerateRequest, Spans
 from sostenuto.runtime.program import Timeouts
-from sostenuto.scheduler.actions import (
-    Action,
-    EngineLoaded,
-    EngineLost,
-    Event,
-    Submitted,
-    Tick,
-    TurnCost,
-    TurnEnded,
-)
+from sostenuto.scheduler.actions import Action
 from sostenuto.scheduler.baselines.request_level import RequestSticky
+from sostenuto.scheduler.events import EngineLoaded, EngineLost, Event, Submitted, Tick, TurnCost, TurnEnded
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings

@@ -12,7 +12,8 @@ from sostenuto.records import Producer
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.engines.wire import Capabilities
 from sostenuto.runtime.rendering.renderer import Extension, Piece
-from sostenuto.scheduler.actions import Action, Event, Prepared, ToolReturned, TurnEnded
+from sostenuto.scheduler.actions import Action
+from sostenuto.scheduler.events import Event, Prepared, ToolReturned, TurnEnded
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings

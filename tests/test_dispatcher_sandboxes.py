@@ -7,7 +7,8 @@ from fakes import FakeEngine, FakeRenderer, FakeTools, spec
 from sostenuto.errors import SandboxError
 from sostenuto.runtime.dispatcher import open_dispatcher
 from sostenuto.runtime.program import ProgramSpec
-from sostenuto.scheduler.actions import Action, Event, MoveSandbox, SandboxMoved, ToolServerJoined, TurnEnded
+from sostenuto.scheduler.actions import Action, MoveSandbox
+from sostenuto.scheduler.events import Event, SandboxMoved, ToolServerJoined, TurnEnded
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.tools.wire import Moved

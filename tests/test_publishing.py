@@ -7,7 +7,7 @@ import pytest
 
 from sostenuto.errors import EngineError
 from sostenuto.runtime.publishing import Publishing, UpdatePolicy
-from sostenuto.scheduler.actions import Event, PublicationBegun
+from sostenuto.scheduler.events import Event, PublicationBegun
 from sostenuto.scheduler.gate import Gate
 from sostenuto.trainer.publication.manifest import Manifest
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sostenuto.scheduler.actions import SandboxClaim, Submitted, ToolServerJoined
+from sostenuto.scheduler.events import SandboxClaim, Submitted, ToolServerJoined
 from sostenuto.scheduler.order import FIRST, KeyQueue, Order
 from sostenuto.scheduler.patience import Patience
 from sostenuto.scheduler.prefetch import Prefetch

@@ -17,24 +17,20 @@ from sostenuto.runtime.simulation.plan import PlannedTurn
 from sostenuto.runtime.simulation.profile import FleetProfile
 from sostenuto.runtime.simulation.workloads import generate, working_set_tokens
 from sostenuto.runtime.simulation.world import simulate
-from sostenuto.scheduler.actions import (
-    Action,
+from sostenuto.scheduler.actions import Action, Evict, Expire, Prepare, Refuse
+from sostenuto.scheduler.baselines.thunderagent import ThunderAgent
+from sostenuto.scheduler.events import (
     EngineLoaded,
     EngineLost,
     Event,
-    Evict,
-    Expire,
     Finished,
     Heard,
-    Prepare,
     Prepared,
-    Refuse,
     Submitted,
     Tick,
     ToolReturned,
     TurnEnded,
 )
-from sostenuto.scheduler.baselines.thunderagent import ThunderAgent
 from sostenuto.scheduler.kv import Footprint, Segment
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.program import Reason

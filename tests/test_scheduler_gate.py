@@ -260,6 +260,21 @@ def test_the_oldest_kv_is_counted_in_versions_that_have_opened():
     assert oldest == [None, V1, V2, Version(0, 5)]
 
 
+def test_an_engine_that_does_not_tell_the_age_of_its_kv_drops_all_of_it_as_soon_as_some_may_be_too_old():
+    gate = Gate()
+    gate.join(A, V1, tells_kv_age=False)
+    drops: list[bool] = []
+    for number in range(2, 8):
+        version = Version(0, number)
+        gate.begin(version, UpdateTerms(running="continue", acting="keep", max_kv_age=2))
+        (commit,) = gate.staged(A, version)
+        assert isinstance(commit, CommitUpdate)
+        assert commit.oldest_kv is None
+        drops.append(commit.drops_kv)
+        gate.committed(A, version, dropped_kv=commit.drops_kv)
+    assert drops == [False, False, True, False, False, True]
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sostenuto.scheduler.acting import Acting, ActingByTool, ActingForeseen
-from sostenuto.scheduler.actions import Submitted
+from sostenuto.scheduler.events import Submitted
 from sostenuto.scheduler.kv import Footprint, KvLedger
 from sostenuto.scheduler.order import FIRST
 from sostenuto.scheduler.program import Program

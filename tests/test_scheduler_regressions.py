@@ -4,16 +4,13 @@ import pytest
 
 from baseline_world import Hand, decoded
 from sostenuto.errors import InvalidTransition
-from sostenuto.scheduler.actions import (
-    Action,
+from sostenuto.scheduler.actions import Action, Evict, Prepare, Refuse
+from sostenuto.scheduler.events import (
     EngineJoined,
     EngineLost,
-    Evict,
     Finished,
-    Prepare,
     Prepared,
     PublicationBegun,
-    Refuse,
     Submitted,
     TurnEnded,
     UpdateCommitted,

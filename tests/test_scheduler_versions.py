@@ -5,24 +5,18 @@ from collections.abc import Iterable
 import pytest
 
 from sostenuto.errors import ConfigError
-from sostenuto.scheduler.actions import (
-    Action,
-    CommitUpdate,
-    Decode,
-    EndStale,
+from sostenuto.scheduler.actions import Action, CommitUpdate, Decode, EndStale, Evict, Prepare, Unserved
+from sostenuto.scheduler.events import (
     EngineJoined,
     Event,
-    Evict,
     Finished,
     Interrupted,
-    Prepare,
     Prepared,
     PublicationBegun,
     Submitted,
     Tick,
     ToolReturned,
     TurnEnded,
-    Unserved,
     UpdateCommitted,
     UpdateStaged,
 )

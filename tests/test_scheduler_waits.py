@@ -10,7 +10,7 @@ from sostenuto.runtime.simulation.plan import PlannedTurn, Workload
 from sostenuto.runtime.simulation.profile import FleetProfile
 from sostenuto.runtime.simulation.workloads import generate, working_set_tokens
 from sostenuto.runtime.simulation.world import simulate
-from sostenuto.scheduler.actions import Event, Tick
+from sostenuto.scheduler.events import Event, Tick
 from sostenuto.scheduler.lifecycle import Phase
 from sostenuto.scheduler.patience import Patience
 from sostenuto.scheduler.program import Program

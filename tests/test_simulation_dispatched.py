@@ -19,8 +19,9 @@ from sostenuto.runtime.simulation.profile import FleetProfile, OnRelease
 from sostenuto.runtime.simulation.results import RunResult
 from sostenuto.runtime.simulation.workloads import generate
 from sostenuto.runtime.simulation.world import Stalled, simulate
-from sostenuto.scheduler.actions import Action, Event
+from sostenuto.scheduler.actions import Action
 from sostenuto.scheduler.baselines.request_level import RequestSticky
+from sostenuto.scheduler.events import Event
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.kv import Segment
 from sostenuto.scheduler.policies import make_policy

@@ -7,7 +7,7 @@ from sostenuto.runtime.simulation.clock import EventClock
 from sostenuto.runtime.simulation.plan import PlannedTurn
 from sostenuto.runtime.simulation.profile import ToolServerProfile
 from sostenuto.runtime.simulation.tools import SimulatedTools
-from sostenuto.scheduler.actions import SandboxClaim
+from sostenuto.scheduler.events import SandboxClaim
 from sostenuto.types import ProgramId, SandboxRung
 
 A, B = ProgramId("a"), ProgramId("b")

@@ -15,7 +15,8 @@ from sostenuto.runtime.simulation.program import turn_limit_tokens
 from sostenuto.runtime.simulation.results import RunResult
 from sostenuto.runtime.simulation.workloads import generate
 from sostenuto.runtime.simulation.world import Stalled, simulate
-from sostenuto.scheduler.actions import Action, Evict, MoveSandbox, SandboxClaim
+from sostenuto.scheduler.actions import Action, Evict, MoveSandbox
+from sostenuto.scheduler.events import SandboxClaim
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.kv import Segment
 from sostenuto.scheduler.lifecycle import Move

@@ -8,7 +8,8 @@ import pytest
 from fakes import FakeEngine, FakeRenderer, FakeTools, spec
 from sostenuto.runtime.dispatcher import Dispatcher, open_dispatcher
 from sostenuto.runtime.engines.wire import GenerateReply, GenerateRequest, Spans
-from sostenuto.scheduler.actions import Action, Event, Probe, Recovered, Slowed, TurnCost
+from sostenuto.scheduler.actions import Action, Probe, Recovered, Slowed
+from sostenuto.scheduler.events import Event, TurnCost
 from sostenuto.scheduler.scheduler import Scheduler
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.scheduler.slowness import Slowness

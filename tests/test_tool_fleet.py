@@ -17,7 +17,7 @@ from sostenuto.errors import ConfigError, EnvironmentFailure, SandboxError, Tool
 from sostenuto.runtime.tool_fleet import ToolFleet, open_fleet
 from sostenuto.runtime.tool_keeper import Link, reached
 from sostenuto.sandbox.protocol import Blueprint, Sandbox, Snapshot
-from sostenuto.scheduler.actions import ToolServerJoined
+from sostenuto.scheduler.events import ToolServerJoined
 from sostenuto.tools.client import ToolServerClient
 from sostenuto.tools.secrets import Secrets
 from sostenuto.tools.server import listen

@@ -23,17 +23,8 @@ from sostenuto.runtime.gateway.turn import Ask, Refused, Standing, Told
 from sostenuto.runtime.place import Place
 from sostenuto.runtime.turn_costs import cost_of, used_by
 from sostenuto.runtime.turn_stream import TurnStream, joined, unserved, versions_of
-from sostenuto.scheduler.actions import (
-    Decode,
-    Heard,
-    Interrupted,
-    Prepared,
-    Refuse,
-    Submitted,
-    ToolReturned,
-    TurnEnded,
-    Unserved,
-)
+from sostenuto.scheduler.actions import Decode, Refuse, Unserved
+from sostenuto.scheduler.events import Heard, Interrupted, Prepared, Submitted, ToolReturned, TurnEnded
 from sostenuto.scheduler.kv import Footprint
 from sostenuto.scheduler.requirements import Requirement
 from sostenuto.types import EngineId, ProgramId, Usage, Version

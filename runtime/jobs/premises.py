@@ -16,7 +16,7 @@ from sostenuto.runtime.ledger import Ledger
 from sostenuto.runtime.program import ToolServer
 from sostenuto.runtime.rollouts import Runner
 from sostenuto.runtime.run_directory import RunDirectory
-from sostenuto.scheduler.actions import ToolServerJoined
+from sostenuto.scheduler.events import ToolServerJoined
 from sostenuto.types import Version
 
 Say = Callable[[JobEvent], None]

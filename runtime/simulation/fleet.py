@@ -8,7 +8,7 @@ from sostenuto.runtime.simulation.engine import Request, Served, SimulatedEngine
 from sostenuto.runtime.simulation.profile import EngineProfile, OnRelease
 from sostenuto.runtime.simulation.results import EngineResult
 from sostenuto.runtime.simulation.waits import Waits
-from sostenuto.scheduler.actions import EngineJoined, EngineLoaded
+from sostenuto.scheduler.events import EngineJoined, EngineLoaded
 from sostenuto.types import EngineId, ProgramId, Version
 
 

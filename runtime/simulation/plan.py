@@ -6,7 +6,7 @@ Nothing in a plan depends on the scheduler, so two policies are compared on equa
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sostenuto.scheduler.actions import NO_CLAIM, SandboxClaim
+from sostenuto.scheduler.events import NO_CLAIM, SandboxClaim
 from sostenuto.scheduler.kv import Segment
 from sostenuto.types import GroupId, ProgramId
 

@@ -11,9 +11,9 @@ from sostenuto.runtime.simulation.plan import Plan, PlannedTurn
 from sostenuto.runtime.simulation.results import ProgramResult, Stretch
 from sostenuto.runtime.simulation.tools import SimulatedTools
 from sostenuto.runtime.simulation.waits import Waits
-from sostenuto.scheduler.actions import (
+from sostenuto.scheduler.actions import Decode
+from sostenuto.scheduler.events import (
     Answered,
-    Decode,
     Event,
     Finished,
     Prepared,

@@ -1,6 +1,6 @@
 """What all sandboxes take of the tool server, now and at the most."""
 
-from sostenuto.scheduler.actions import SandboxClaim
+from sostenuto.scheduler.events import SandboxClaim
 from sostenuto.types import SandboxRung
 
 

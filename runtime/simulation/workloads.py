@@ -32,7 +32,7 @@ from sostenuto.runtime.simulation.distributions import (
 )
 from sostenuto.runtime.simulation.plan import Plan, PlannedTurn, Workload
 from sostenuto.runtime.simulation.profile import FleetProfile
-from sostenuto.scheduler.actions import NO_CLAIM, SandboxClaim
+from sostenuto.scheduler.events import NO_CLAIM, SandboxClaim
 from sostenuto.scheduler.kv import Segment
 from sostenuto.types import GroupId, ProgramId
 

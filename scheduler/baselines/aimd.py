@@ -12,8 +12,9 @@ than the windows add up to, to the least loaded engine.  A window that closes in
 inside stay to their last turn.  An engine that does not say how full it is keeps its window.
 """
 
-from sostenuto.scheduler.actions import Action, EngineLoaded
+from sostenuto.scheduler.actions import Action
 from sostenuto.scheduler.baselines.window import AdmissionWindow
+from sostenuto.scheduler.events import EngineLoaded
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import EngineId
 

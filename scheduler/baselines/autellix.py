@@ -14,8 +14,9 @@ import heapq
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from sostenuto.scheduler.actions import Action, TurnEnded
+from sostenuto.scheduler.actions import Action
 from sostenuto.scheduler.baselines.engine_queue import EngineQueue, Key
+from sostenuto.scheduler.events import TurnEnded
 from sostenuto.scheduler.program import Program
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.types import ProgramId

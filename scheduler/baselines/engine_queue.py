@@ -12,8 +12,9 @@ import heapq
 from abc import abstractmethod
 from collections.abc import Iterable
 
-from sostenuto.scheduler.actions import Action, EngineJoined, EngineLost
+from sostenuto.scheduler.actions import Action
 from sostenuto.scheduler.baselines.baseline import Baseline, is_over
+from sostenuto.scheduler.events import EngineJoined, EngineLost
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.program import Program, Reason
 from sostenuto.scheduler.settings import SchedulerSettings

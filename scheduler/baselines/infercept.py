@@ -18,9 +18,10 @@ Within an engine, programs go by submission: one that returns keeps its original
 
 from dataclasses import dataclass
 
-from sostenuto.scheduler.actions import EngineJoined, Offload
+from sostenuto.scheduler.actions import Offload
 from sostenuto.scheduler.baselines.engine_queue import Key
 from sostenuto.scheduler.baselines.pins import PinnedQueue
+from sostenuto.scheduler.events import EngineJoined
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.lifecycle import Move
 from sostenuto.scheduler.program import Program

@@ -15,8 +15,9 @@ When nothing runs and the first in the queue has no room, the pin that would end
 import heapq
 from abc import abstractmethod
 
-from sostenuto.scheduler.actions import Action, EngineJoined, Evict, TurnEnded
+from sostenuto.scheduler.actions import Action, Evict
 from sostenuto.scheduler.baselines.engine_queue import EngineQueue
+from sostenuto.scheduler.events import EngineJoined, TurnEnded
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.lifecycle import Move, Phase
 from sostenuto.scheduler.program import Program

@@ -14,8 +14,9 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sostenuto.scheduler.actions import Action, EngineJoined, EngineLost
+from sostenuto.scheduler.actions import Action
 from sostenuto.scheduler.baselines.baseline import Baseline, is_over
+from sostenuto.scheduler.events import EngineJoined, EngineLost
 from sostenuto.scheduler.fleet import EngineSeat
 from sostenuto.scheduler.lifecycle import Move
 from sostenuto.scheduler.program import Program, Reason

@@ -31,7 +31,7 @@ from sostenuto.runtime.simulation.results import ProgramResult, RunResult
 from sostenuto.runtime.simulation.tools import SimulatedTools
 from sostenuto.runtime.simulation.waits import Waits
 from sostenuto.runtime.simulation.world import STALLED_AFTER_S, Stalled
-from sostenuto.scheduler.actions import ToolServerJoined
+from sostenuto.scheduler.events import ToolServerJoined
 from sostenuto.scheduler.frame import Frame
 from sostenuto.scheduler.settings import SchedulerSettings
 from sostenuto.scheduler.update_terms import DEFAULT, UpdateTerms

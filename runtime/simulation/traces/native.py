@@ -28,7 +28,7 @@ from sostenuto.runtime.simulation.traces.reading import (
     parsed_json,
     text_of,
 )
-from sostenuto.scheduler.actions import SandboxClaim
+from sostenuto.scheduler.events import SandboxClaim
 from sostenuto.scheduler.kv import Segment
 from sostenuto.types import GroupId, ProgramId
 
